@@ -1,0 +1,1 @@
+"""Between stores and blocks."""

@@ -1,0 +1,1 @@
+"""One block in, partial sums out: no zarr, no Dask, no Prefect."""

@@ -1,0 +1,1 @@
+"""Build partials over blocks, compute once, finish."""
