@@ -1,0 +1,28 @@
+# Two commands: `make demo` and `make test`. Both make .venv in this folder on first use.
+# Another Python: make demo PYTHON=/path/to/python3.12
+
+ifdef PYTHON
+export PYTHON
+endif
+
+.PHONY: help demo test venv clean
+
+help:
+	@echo "make demo    make a small atlas, run the pipeline on it, say where the report is"
+	@echo "make test    lint, types, layer rules and tests: what .ci/run runs"
+	@echo "make venv    only make the virtual environment .venv"
+	@echo "make clean   remove .venv, demo/ and caches"
+
+venv:
+	@.ci/venv
+
+demo: venv
+	@.venv/bin/python -m scgpu_tasks.demo demo/atlas.h5ad
+	@.venv/bin/python flows/qc_pca.py --source demo/atlas.h5ad --store demo/atlas.zarr --out demo/runs
+	@.venv/bin/python -m scgpu_tasks.demo --latest demo/runs
+
+test:
+	@.ci/run
+
+clean:
+	rm -rf .venv demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
