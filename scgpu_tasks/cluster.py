@@ -1,0 +1,568 @@
+"""One factory for the Dask clusters that notebooks, the library and the flows run on.
+
+`make_cluster` returns a Dask ``Cluster`` (which is what a Prefect ``DaskTaskRunner`` takes as
+``cluster_class``), `start_cluster` a ``distributed.Client``. On a machine with GPUs that is a
+``LocalCUDACluster`` with one worker per GPU, elsewhere a ``LocalCluster`` cut to the cores and
+the memory that this process may use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from scgpu_tasks.errors import ClusterError, MissingPackageError, ParameterError
+
+if TYPE_CHECKING:
+    import distributed
+    from distributed.deploy import Cluster
+
+__all__ = ["ClusterPlan", "make_cluster", "plan_cluster", "resolve_device", "start_cluster"]
+
+logger = logging.getLogger(__name__)
+
+DeviceKind = Literal["cpu", "gpu"]
+
+LOOPBACK = "127.0.0.1"
+THREADS_PER_PROCESS = 4
+"""Kernels and decoding release the GIL; beyond about four threads the rest does not scale."""
+THREADS_PER_GPU = 4
+MIN_WORKER_BYTES = 512 * 2**20
+"""A worker with NumPy, Numba and zarr loaded takes about half of this."""
+MEMORY_SHARE = 0.9
+MAX_GPU_SHARE = 0.75
+BUSY_GPU_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """What a cluster will be made of; small and JSON-able, for logs and the run record.
+
+    Parameters
+    ----------
+    device
+        ``"cpu"`` or ``"gpu"``.
+    workers
+        Worker processes.
+    threads
+        Threads in each.
+    memory_limit
+        Bytes of host memory for each.
+    devices
+        GPUs, one for each worker, as indices or UUIDs; empty on a CPU.
+    protocol
+        ``"tcp"``, ``"ucx"`` or ``"tls"``.
+    """
+
+    device: DeviceKind
+    workers: int
+    threads: int
+    memory_limit: int
+    devices: tuple[str, ...] = ()
+    protocol: str = "tcp"
+
+    def to_json(self) -> dict[str, Any]:
+        """Field names and values."""
+        return {**asdict(self), "devices": list(self.devices)}
+
+
+def resolve_device(device: str = "auto") -> DeviceKind:
+    """Which kind of device to run on.
+
+    Parameters
+    ----------
+    device
+        ``"auto"`` takes the GPUs when a driver shows one and dask-cuda is installed.
+
+    Raises
+    ------
+    ParameterError
+        Any other word than auto, cpu, gpu.
+    MissingPackageError
+        ``"gpu"`` without a GPU or without dask-cuda.
+    """
+    if device not in ("auto", "cpu", "gpu"):
+        msg = f"device must be auto, cpu or gpu, not {device!r}"
+        raise ParameterError(msg)
+    if device == "cpu":
+        return "cpu"
+    try:
+        found = gpu_names()
+    except MissingPackageError:
+        if device == "gpu":
+            raise
+        return "cpu"
+    if not found and device == "gpu":
+        msg = (
+            "device is gpu, but the NVIDIA driver shows no GPU here "
+            "(nvidia-smi lists what it sees); use --device cpu"
+        )
+        raise MissingPackageError(msg)
+    return "gpu" if found else "cpu"
+
+
+def gpu_names() -> list[str]:
+    """UUIDs of the GPUs that the driver shows, in its order.
+
+    Raises
+    ------
+    MissingPackageError
+        dask-cuda or pynvml is not installed; the message has the pip line.
+    """
+    try:
+        import dask_cuda  # noqa: F401
+        import pynvml
+    except ImportError as error:
+        msg = (
+            f"GPU workers need {error.name}: pip install 'scgpu-tasks[cu13]' "
+            "(or [cu12] for a CUDA 12 driver)"
+        )
+        raise MissingPackageError(msg) from error
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        names = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+    except pynvml.NVMLError:
+        return []
+    return [name.decode() if isinstance(name, bytes) else name for name in names]
+
+
+def plan_cluster(
+    device: str = "auto",
+    *,
+    workers: int | None = None,
+    threads: int | None = None,
+    memory_limit: int | str | None = None,
+    devices: str | Sequence[int | str] | None = None,
+    protocol: str | None = None,
+) -> ClusterPlan:
+    """Choose processes, threads and memory for this machine.
+
+    Parameters
+    ----------
+    device
+        ``"auto"``, ``"cpu"`` or ``"gpu"``.
+    workers
+        Worker processes; by default one for every four cores, or one for every GPU.
+    threads
+        Threads in each; by default the cores shared out, or 4 for each GPU.
+    memory_limit
+        Host memory of each worker, bytes or a text such as ``"4GB"``; by default 90 % of what
+        this process may use, shared out.
+    devices
+        GPUs to use, as indices or UUIDs (``"0,1"``); by default CUDA_VISIBLE_DEVICES or all.
+    protocol
+        ``"tcp"`` or ``"ucx"``; by default UCX on GPUs when distributed-ucxx is installed.
+
+    Raises
+    ------
+    ParameterError
+        A number below 1, or an unknown word.
+    ClusterError
+        Not enough memory for that many workers, or a device that is not there.
+    MissingPackageError
+        GPUs are asked for and a package is missing.
+    """
+    for name, value in (("workers", workers), ("threads", threads)):
+        if value is not None and value < 1:
+            msg = f"{name} must be at least 1, not {value}"
+            raise ParameterError(msg)
+    kind = resolve_device(device)
+    if kind == "cpu" and devices is not None:
+        msg = f"devices={devices!r} names GPUs, but this cluster runs on the CPU"
+        raise ClusterError(msg)
+    cores, memory = _machine()
+    chosen: tuple[str, ...] = ()
+    if kind == "gpu":
+        chosen = _choose_devices(devices, gpu_names())[:workers]
+        if workers is not None and workers > len(chosen):
+            msg = f"{workers} GPU workers asked for, but there are {len(chosen)} GPUs to use"
+            raise ClusterError(msg)
+        workers, threads = len(chosen), threads or THREADS_PER_GPU
+        protocol = protocol or ("ucx" if _has_ucx() else "tcp")
+    else:
+        workers = workers or max(1, -(-cores // THREADS_PER_PROCESS))
+        threads = threads or max(1, cores // workers)
+    limit = _memory_limit(memory_limit, workers, memory)
+    return ClusterPlan(kind, workers, threads, limit, chosen, protocol or "tcp")
+
+
+def make_cluster(
+    device: str = "auto",
+    *,
+    workers: int | None = None,
+    threads: int | None = None,
+    memory_limit: int | str | None = None,
+    devices: str | Sequence[int | str] | None = None,
+    protocol: str | None = None,
+    gpu_share: float = MAX_GPU_SHARE,
+    managed_memory: bool = False,
+    host: str = LOOPBACK,
+    scheduler_port: int = 0,
+    dashboard_address: str = f"{LOOPBACK}:0",
+    local_directory: str | None = None,
+    security: distributed.Security | None = None,
+    timeout: float = 120.0,
+    **options: Any,
+) -> Cluster:
+    """Start a Dask cluster that suits this machine; close it, or use it in ``with``.
+
+    Parameters
+    ----------
+    device, workers, threads, memory_limit, devices, protocol
+        As for `plan_cluster`.
+    gpu_share
+        Share of each GPU's memory for RMM's allocator, at most 0.75: the rest is for the
+        calling process, CUDA contexts and libraries that bring their own.
+    managed_memory
+        RMM pool over managed memory, which may exceed the GPU's; TCP only.
+    host
+        Address to listen on; loopback unless asked otherwise.
+    scheduler_port, dashboard_address
+        Ports; 0 takes a free one.
+    local_directory
+        Where workers spill; by default the system's temporary folder.
+    security
+        ``distributed.Security`` for TLS.
+    timeout
+        Seconds that workers may take to start.
+    **options
+        Passed on to ``LocalCluster`` or ``LocalCUDACluster``.
+
+    Raises
+    ------
+    ClusterError
+        The cluster cannot start; no process of it is left.
+
+    Examples
+    --------
+    >>> from scgpu_tasks.cluster import make_cluster
+    >>> if __name__ == "__main__":
+    ...     with make_cluster("cpu", workers=1) as cluster:
+    ...         print(len(cluster.scheduler_info["workers"]))
+    1
+    """
+    _refuse_unguarded_main()
+    plan = plan_cluster(
+        device,
+        workers=workers,
+        threads=threads,
+        memory_limit=memory_limit,
+        devices=devices,
+        protocol="tcp" if managed_memory else protocol,
+    )
+    _require_free_port(host, scheduler_port, "scheduler_port")
+    _require_free_port(*_split_address(dashboard_address), "dashboard_address")
+    tls = security is not None and bool(getattr(security, "require_encryption", False))
+    settings: dict[str, Any] = {
+        "n_workers": plan.workers,
+        "threads_per_worker": plan.threads,
+        "memory_limit": plan.memory_limit,
+        "host": host,
+        "scheduler_port": scheduler_port,
+        "dashboard_address": dashboard_address,
+        "local_directory": local_directory,
+        "security": security,
+        "protocol": "tls" if tls else plan.protocol,
+        "silence_logs": logging.ERROR,
+        "preload": [__name__],
+        **options,
+    }
+    if plan.device == "gpu":
+        settings |= _gpu_settings(plan, gpu_share, managed_memory=managed_memory)
+    cluster = _start(plan, settings, timeout)
+    logger.info("Dask cluster: %s", _describe(plan))
+    return cluster
+
+
+def start_cluster(scheduler: str | None = None, **options: Any) -> distributed.Client:
+    """Client of a new cluster for this machine, or of one that already runs.
+
+    Parameters
+    ----------
+    scheduler
+        Address of a running scheduler, such as ``"tcp://10.0.0.1:8786"``; it is left running.
+        None starts a cluster with `make_cluster`; closing the client then closes it.
+    **options
+        As for `make_cluster`; with ``scheduler`` only ``security`` and ``timeout``.
+
+    Returns
+    -------
+    distributed.Client
+        The current client, as Dask has it.
+
+    Raises
+    ------
+    ClusterError
+        Nothing can be started, or nobody answers at that address.
+    """
+    import distributed
+
+    if scheduler is not None:
+        extra = set(options) - {"security", "timeout"}
+        if extra:
+            msg = f"{', '.join(sorted(extra))} cannot be set for a cluster that already runs"
+            raise ParameterError(msg)
+        return connect(scheduler, **options)
+
+    cluster = make_cluster(**options)
+
+    class OwningClient(distributed.Client):
+        """Client that takes its cluster down with it."""
+
+        async def _close(self, fast: bool = False) -> None:
+            await super()._close(fast=fast)
+            await cluster.close()
+
+    return OwningClient(cluster)
+
+
+def connect(
+    scheduler: str,
+    *,
+    security: distributed.Security | None = None,
+    timeout: float = 10.0,
+    **options: Any,
+) -> distributed.Client:
+    """Client of a running scheduler.
+
+    Raises
+    ------
+    ClusterError
+        Nobody answers there within ``timeout`` seconds, or it has no worker.
+    """
+    import distributed
+
+    try:
+        client = distributed.Client(scheduler, security=security, timeout=timeout, **options)
+    except (OSError, ValueError, TypeError) as error:
+        msg = (
+            f"no Dask scheduler answers at {scheduler} ({_last_line(error)}); "
+            "check the address, or leave --scheduler out to start a cluster here"
+        )
+        raise ClusterError(msg) from error
+    try:
+        client.wait_for_workers(1, timeout=timeout)
+    except TimeoutError as error:
+        client.close()
+        msg = f"the Dask scheduler at {scheduler} has no worker; start one with `dask worker`"
+        raise ClusterError(msg) from error
+    return client
+
+
+def dask_setup(worker: distributed.Worker) -> None:
+    """Prepare a worker of ours; Dask calls it in every one, restarted ones included.
+
+    Ctrl-C reaches every process of a terminal's foreground group. The process that owns the
+    cluster decides what it means, and ends its workers; they themselves ignore it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Cluster:
+    import dask
+
+    # Nannies and workers are children of this process and inherit its environment; they are
+    # as quiet as it is.
+    with (
+        dask.config.set({"distributed.comm.timeouts.connect": f"{timeout:.0f}s"}),
+        _quiet_environment(),
+    ):
+        try:
+            cluster = _cluster_class(plan)(**settings)
+        except (OSError, RuntimeError, ValueError, TypeError) as error:
+            msg = (
+                f"the Dask cluster did not start ({_describe(plan)}): {_last_line(error)}. "
+                'A script that starts one needs `if __name__ == "__main__":` around its work, '
+                "because every worker process imports the script again"
+            )
+            raise ClusterError(msg) from error
+    return cluster
+
+
+def _cluster_class(plan: ClusterPlan) -> Any:
+    if plan.device == "cpu":
+        from distributed import LocalCluster
+
+        return LocalCluster
+    from dask_cuda import LocalCUDACluster
+
+    return LocalCUDACluster
+
+
+def _gpu_settings(
+    plan: ClusterPlan, gpu_share: float, *, managed_memory: bool
+) -> dict[str, Any]:
+    if not 0 < gpu_share <= MAX_GPU_SHARE:
+        msg = f"gpu_share must be above 0 and at most {MAX_GPU_SHARE}, not {gpu_share}"
+        raise ParameterError(msg)
+    _warn_of_busy_gpus(plan.devices)
+    settings: dict[str, Any] = {
+        "CUDA_VISIBLE_DEVICES": list(plan.devices),
+        "rmm_allocator_external_lib_list": ["cupy"],
+        "rmm_pool_size": gpu_share,
+        "device_memory_limit": None,
+    }
+    if managed_memory:
+        settings["rmm_managed_memory"] = True
+    else:
+        # With the asynchronous allocator these are its initial and largest size.
+        settings |= {"rmm_async": True, "rmm_maximum_pool_size": gpu_share}
+        settings["rmm_pool_size"] = min(gpu_share, 0.1)
+    return settings
+
+
+def _warn_of_busy_gpus(devices: Sequence[str]) -> None:
+    import pynvml
+
+    for name in devices:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+        used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+        if used > BUSY_GPU_BYTES:
+            logger.warning("GPU %s is in use: %.1f GB of it are taken", name, used / 1e9)
+
+
+def _choose_devices(
+    devices: str | Sequence[int | str] | None, found: Sequence[str]
+) -> tuple[str, ...]:
+    source = "devices"
+    if devices is None:
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        source = "CUDA_VISIBLE_DEVICES"
+        if devices is None:
+            return tuple(found)
+    items = devices.split(",") if isinstance(devices, str) else [str(d) for d in devices]
+    chosen = []
+    for item in (text.strip() for text in items):
+        if item.isdigit() and int(item) < len(found):
+            chosen.append(found[int(item)])
+            continue
+        matches = [name for name in found if item and name.startswith(item)]
+        if len(matches) != 1:
+            msg = (
+                f"{source}={devices!r} names no GPU of this machine: {item!r} is neither an "
+                f"index below {len(found)} nor one of {', '.join(found) or 'no GPUs'}"
+            )
+            raise ClusterError(msg)
+        chosen.append(matches[0])
+    if len(set(chosen)) < len(chosen):
+        msg = f"{source}={devices!r} names a GPU twice; each worker needs its own"
+        raise ClusterError(msg)
+    return tuple(chosen)
+
+
+def _has_ucx() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("distributed_ucxx") is not None
+
+
+def _machine() -> tuple[int, int]:
+    """Cores and bytes of memory that this process may use, cgroup limits included."""
+    from dask.system import CPU_COUNT
+    from distributed.system import MEMORY_LIMIT
+
+    return CPU_COUNT, MEMORY_LIMIT
+
+
+def _memory_limit(asked: int | str | None, workers: int, total: int) -> int:
+    if asked is None:
+        limit = int(total * MEMORY_SHARE / workers)
+    else:
+        from dask.utils import parse_bytes
+
+        try:
+            limit = parse_bytes(asked)
+        except ValueError as error:
+            msg = f"memory_limit={asked!r} is no amount of memory; write it as 4GB or 4GiB"
+            raise ParameterError(msg) from error
+    if limit < MIN_WORKER_BYTES:
+        msg = (
+            f"{workers} workers would have {limit / 2**20:.0f} MiB of memory each, and need "
+            f"{MIN_WORKER_BYTES / 2**20:.0f} MiB at least; ask for fewer workers"
+            if asked is None
+            else f"memory_limit={asked} is {limit / 2**20:.0f} MiB; a worker needs "
+            f"{MIN_WORKER_BYTES / 2**20:.0f} MiB at least"
+        )
+        raise ClusterError(msg)
+    if asked is not None and limit * workers > total:
+        msg = (
+            f"{workers} workers with memory_limit={asked} need {limit * workers / 2**30:.1f} "
+            f"GiB, and this process may use {total / 2**30:.1f} GiB"
+        )
+        raise ClusterError(msg)
+    return limit
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        msg = f"dashboard_address must end in a port, such as {LOOPBACK}:0, not {address!r}"
+        raise ParameterError(msg)
+    return host or LOOPBACK, int(port)
+
+
+def _require_free_port(host: str, port: int, option: str) -> None:
+    if not port:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do: a port in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            msg = (
+                f"{option}: cannot listen on {host}:{port} ({error.strerror}); "
+                "0 takes a free port"
+            )
+            raise ClusterError(msg) from error
+
+
+def _refuse_unguarded_main() -> None:
+    # multiprocessing sets this while a spawned process imports the script that started it.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        msg = (
+            "a cluster is being started while a worker process imports this script; put the "
+            'work under `if __name__ == "__main__":`'
+        )
+        raise ClusterError(msg)
+
+
+@contextlib.contextmanager
+def _quiet_environment() -> Iterator[None]:
+    """Environment of the workers: no log lines below warnings unless the user set it."""
+    name = "DASK_LOGGING__DISTRIBUTED"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "warning"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _describe(plan: ClusterPlan) -> str:
+    where = f"GPUs {', '.join(plan.devices)}" if plan.devices else "CPU"
+    return (
+        f"{plan.workers} workers of {plan.threads} threads, "
+        f"{plan.memory_limit / 2**30:.1f} GiB each, {plan.protocol}, {where}"
+    )
+
+
+def _last_line(error: BaseException) -> str:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause).strip() or type(cause).__name__
+    return text.splitlines()[-1]

@@ -1,0 +1,407 @@
+"""Finished stage outputs, kept in folders named by what determines them.
+
+A stage folder is ``WORK/<stage>/<key>``. The key is a digest of the store's fingerprint, the
+specs that shape the stage's numbers, the kind of device and the version of our code, so a
+folder never has to be looked into to know whether it still applies. Outputs are written to a
+folder beside it and renamed when complete; a manifest holds the size and the checksum of every
+file, and nothing is handed out that does not match it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scgpu_tasks.errors import OutputError
+
+MANIFEST = "manifest.json"
+LAYOUT = 1
+"""Version of the folder layout; part of every key."""
+
+_DRAFT = ".draft-"
+_FOREIGN_DRAFT_AGE_S = 2 * 24 * 3600
+_PACKAGE = "scgpu_tasks"
+_PACKAGE_DIR = Path(__file__).parent
+# Messages and parsing of paths; neither can change a number.
+_NOT_NUMERIC = frozenset({f"{_PACKAGE}.errors", f"{_PACKAGE}.workdir"})
+_KERNEL_SOURCES = frozenset({".cu", ".cuh", ".h", ".hpp", ".cpp"})
+
+
+@dataclass(frozen=True)
+class StageFolder:
+    """A finished, verified stage output.
+
+    Parameters
+    ----------
+    path
+        Absolute path of the folder.
+    stage
+        Name of the stage.
+    key
+        Digest that names the folder.
+    inputs
+        What the key was made of, readable.
+    summary
+        Small JSON-able facts that the stage left.
+    """
+
+    path: Path
+    stage: str
+    key: str
+    inputs: dict[str, Any]
+    summary: dict[str, Any]
+
+
+class WorkDir:
+    """The folder that holds stage outputs of one or many stores.
+
+    Parameters
+    ----------
+    root
+        Created when missing.
+
+    Raises
+    ------
+    OutputError
+        The folder cannot be made or written.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        require_writable(self.root, option="work")
+
+    def find(self, stage: str, key: str) -> StageFolder | None:
+        """Hand out a stage's output if it is there and every file matches the manifest.
+
+        Returns
+        -------
+        The folder, or None where it is missing, incomplete or damaged.
+        """
+        return _verified(self.root / stage / key, stage, key)
+
+    @contextlib.contextmanager
+    def draft(self, stage: str) -> Iterator[Draft]:
+        """Folder to write a stage's files into; gone at the end unless published.
+
+        Yields
+        ------
+        A `Draft`; call its ``publish`` when all files are written.
+        """
+        parent = self.root / stage
+        name = f"{_DRAFT}{_owner()}-{secrets.token_hex(4)}"
+        try:
+            (parent / name).mkdir(parents=True)
+        except OSError as error:
+            msg = f"cannot write stage outputs to {parent}: {error.strerror}"
+            raise OutputError(msg) from error
+        draft = Draft(parent / name, stage)
+        try:
+            yield draft
+        finally:
+            shutil.rmtree(draft.path, ignore_errors=True)
+
+    def clean(self) -> list[Path]:
+        """Remove what killed runs left half written; never what a live run is writing.
+
+        A draft's name holds machine, process and the process's start. On this machine it goes
+        when that process has ended; one from elsewhere goes after two days without a change.
+
+        Returns
+        -------
+        The folders that were removed.
+        """
+        removed = []
+        for path in self.root.glob(f"*/{_DRAFT}*"):
+            if _abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+        return removed
+
+
+class Draft:
+    """A stage output being written.
+
+    Parameters
+    ----------
+    path
+        Where to put the files.
+    stage
+        Name of the stage.
+    """
+
+    def __init__(self, path: Path, stage: str) -> None:
+        self.path = path
+        self.stage = stage
+
+    def publish(
+        self, key: str, *, inputs: Mapping[str, Any], summary: Mapping[str, Any]
+    ) -> StageFolder:
+        """Write the manifest and give the folder its final name.
+
+        Where another run has published the same key meanwhile, that one stays and this one is
+        dropped: both hold the same numbers. A damaged folder under that name is replaced.
+
+        Raises
+        ------
+        OutputError
+            The folder cannot be written or renamed.
+        """
+        final = self.path.parent / key
+        try:
+            body = {
+                "layout": LAYOUT,
+                "stage": self.stage,
+                "key": key,
+                "created": time.time(),
+                "inputs": dict(inputs),
+                "summary": dict(summary),
+                "files": _describe_files(self.path),
+            }
+            text = json.dumps({**body, "checksum": _digest(body)}, indent=1)
+            (self.path / MANIFEST).write_text(text)
+            for _ in range(5):
+                try:
+                    self.path.rename(final)
+                except OSError:
+                    if not final.exists():
+                        raise
+                else:
+                    break
+                if _verified(final, self.stage, key) is not None:
+                    break
+                _set_aside(final)
+        except OSError as error:
+            msg = f"cannot write the output of stage {self.stage} to {final}: {error.strerror}"
+            raise OutputError(msg) from error
+        found = _verified(final, self.stage, key)
+        if found is None:
+            msg = f"{final} was damaged or removed while it was being written; run again"
+            raise OutputError(msg)
+        return found
+
+    def replace(
+        self, key: str, *, inputs: Mapping[str, Any], summary: Mapping[str, Any]
+    ) -> StageFolder:
+        """Publish even where an intact output of the same key is there (a refresh)."""
+        final = self.path.parent / key
+        if final.exists():
+            _set_aside(final)
+        return self.publish(key, inputs=inputs, summary=summary)
+
+
+def stage_key(
+    stage: str,
+    fingerprint: str,
+    digests: Iterable[str],
+    *,
+    code: str,
+    device: str = "cpu",
+) -> str:
+    """Name of a stage folder: 40 hex digits over everything that determines its content.
+
+    Parameters
+    ----------
+    stage
+        Name of the stage.
+    fingerprint
+        Content fingerprint of the store.
+    digests
+        Digests of the specs that shape the stage's numbers.
+    code
+        `code_version` of the stage.
+    device
+        ``"cpu"`` or ``"gpu"``: equal to a documented tolerance, not to the last bit.
+    """
+    body = [LAYOUT, stage, fingerprint, list(digests), code, device]
+    return _digest(body)[:40]
+
+
+def require_writable(path: str | os.PathLike[str], *, option: str) -> Path:
+    """Make a folder and write a file into it, or say why that does not work.
+
+    Parameters
+    ----------
+    path
+        The folder; parents are created.
+    option
+        Name of the option that chose it, for the message.
+
+    Raises
+    ------
+    OutputError
+        With the option to change.
+    """
+    folder = Path(path).absolute()
+    probe = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        msg = f"cannot write to {folder} ({reason}); choose another folder with --{option}"
+        raise OutputError(msg) from error
+    return folder
+
+
+@functools.cache
+def code_version(*modules: str) -> str:
+    """Digest of the code that given modules run, whatever its comments and layout.
+
+    Follows imports of this package, those inside functions and by name included, and hashes
+    the syntax trees without docstrings. Device kernels kept in files of their own beside a
+    followed module count byte by byte.
+
+    Parameters
+    ----------
+    modules
+        Full names such as ``scgpu_tasks.stages.qc``.
+    """
+    todo, seen = list(modules), dict[str, str]()
+    while todo:
+        name = todo.pop()
+        if name in seen or name in _NOT_NUMERIC:
+            continue
+        path = _module_file(name)
+        if path is None:
+            continue
+        tree = ast.parse(path.read_bytes())
+        seen[name] = hashlib.sha256(ast.dump(_Bare().visit(tree)).encode()).hexdigest()
+        for extra in path.parent.iterdir():
+            if extra.suffix in _KERNEL_SOURCES:
+                seen[str(extra)] = hashlib.sha256(extra.read_bytes()).hexdigest()
+        todo.extend(_imported(tree, name))
+    return _digest(sorted(seen.values()))
+
+
+class _Bare(ast.NodeTransformer):
+    """Drop strings that stand alone: docstrings and notes on attributes."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            return None
+        return node
+
+
+def _module_file(name: str) -> Path | None:
+    if name != _PACKAGE and not name.startswith(f"{_PACKAGE}."):
+        return None
+    base = _PACKAGE_DIR.joinpath(*name.split(".")[1:])
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def _imported(tree: ast.AST, module: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = module.rsplit(".", node.level)[0]
+                base = f"{parent}.{base}".rstrip(".")
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith(f"{_PACKAGE}.")
+        ):
+            # A module loaded by name, as importlib takes it.
+            yield node.value.partition(":")[0]
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, allow_nan=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file_checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    names = sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    )
+    with ThreadPoolExecutor() as pool:
+        sums = pool.map(lambda name: _file_checksum(folder / name), names)
+        return {
+            name: {"size": (folder / name).stat().st_size, "sha256": checksum}
+            for name, checksum in zip(names, sums, strict=True)
+        }
+
+
+def _verified(folder: Path, stage: str, key: str) -> StageFolder | None:
+    try:
+        body = json.loads((folder / MANIFEST).read_bytes())
+        checksum = body.pop("checksum")
+        if checksum != _digest(body) or (body["stage"], body["key"]) != (stage, key):
+            return None
+        if any((folder / n).stat().st_size != f["size"] for n, f in body["files"].items()):
+            return None
+        now = _describe_files(folder)
+        if any(now.get(name) != facts for name, facts in body["files"].items()):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return StageFolder(folder, stage, key, body["inputs"], body["summary"])
+
+
+def _set_aside(folder: Path) -> None:
+    # Renamed first, so that nobody finds a half-removed folder under its name.
+    aside = folder.parent / f"{_DRAFT}{_owner()}-{secrets.token_hex(4)}"
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+@functools.cache
+def _machine() -> str:
+    """Short name of this boot of this machine, or of this container."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    with contextlib.suppress(OSError):
+        parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _owner() -> str:
+    process = psutil.Process()
+    return f"{_machine()}-{process.pid}-{int(process.create_time() * 100)}"
+
+
+def _abandoned(path: Path) -> bool:
+    machine, pid, started, _ = (*path.name.removeprefix(_DRAFT).split("-"), "", "", "")[:4]
+    if machine == _machine() and pid.isdigit() and started.isdigit():
+        try:
+            created = psutil.Process(int(pid)).create_time()
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:
+            return False
+        return abs(created * 100 - int(started)) > 200
+    try:
+        newest = max(p.stat().st_mtime for p in (path, *path.rglob("*")))
+    except OSError:
+        return False
+    return time.time() - newest > _FOREIGN_DRAFT_AGE_S
