@@ -1,0 +1,154 @@
+"""results.zarr: an AnnData without X over the kept cells and genes."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import zarr
+import zarr.errors
+from numpy.typing import NDArray
+
+ROWS_PER_CHUNK = 50_000
+CHUNKS_PER_SHARD = 20
+
+
+class QCOutcome(Protocol):
+    """What a record takes from the QC stage."""
+
+    cells: pd.DataFrame
+    """Every cell: metrics and ``passed_qc``, indexed by name."""
+    genes: pd.DataFrame
+    """Every gene: metrics, ``passed_qc`` and the columns of the choice of HVGs."""
+    summary: dict[str, Any]
+
+
+class PCAOutcome(Protocol):
+    """What a record takes from the PCA stage."""
+
+    X_pca: NDArray[np.float32]
+    """Kept cells × components."""
+    PCs: NDArray[np.float64]
+    """Highly variable genes × components."""
+    variance: NDArray[np.float64]
+    variance_ratio: NDArray[np.float64]
+    summary: dict[str, Any]
+
+
+def join_columns(names: pd.DataFrame, metrics: pd.DataFrame) -> pd.DataFrame:
+    """Return obs or var of the kept rows: the store's columns, then the metrics.
+
+    Parameters
+    ----------
+    names
+        The store's obs or var.
+    metrics
+        The stage's table of the same rows in the same order, with ``passed_qc``. Its columns
+        replace those of the same name.
+    """
+    kept = metrics["passed_qc"].to_numpy(dtype=bool)
+    fresh = metrics.loc[kept]
+    old = names.loc[kept, [c for c in names.columns if c not in fresh.columns]]
+    fresh = fresh.set_axis(old.index, axis=0)
+    joined = pd.concat([old, fresh], axis=1)
+    for column in joined.columns:
+        if isinstance(joined[column].dtype, pd.CategoricalDtype):
+            joined[column] = joined[column].cat.remove_unused_categories()
+    return joined
+
+
+def write_results(
+    path: str | Path,
+    obs: pd.DataFrame,
+    var: pd.DataFrame,
+    qc: QCOutcome,
+    pca: PCAOutcome | None = None,
+    *,
+    hvg_flavor: str = "seurat",
+    zero_center: bool = True,
+) -> Path:
+    """Write the results as an AnnData store that anndata and scanpy open.
+
+    Parameters
+    ----------
+    path
+        Store to write; replaced if there.
+    obs, var
+        The store's tables, all cells and genes, in the order of the metrics.
+    qc, pca
+        What the stages returned.
+    hvg_flavor
+        Written to ``uns["hvg"]``, where scanpy keeps it.
+    zero_center
+        Written to ``uns["pca"]["params"]``.
+
+    Returns
+    -------
+    The path.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    root = zarr.create_group(
+        partial, attributes={"encoding-type": "anndata", "encoding-version": "0.1.0"}
+    )
+    _write(root, "obs", join_columns(obs, qc.cells))
+    kept_var = join_columns(var, qc.genes)
+    _write(root, "var", kept_var)
+    uns: dict[str, Any] = {"hvg": {"flavor": hvg_flavor}}
+    obsm: dict[str, Any] = {}
+    varm: dict[str, Any] = {}
+    if pca is not None:
+        obsm["X_pca"] = pca.X_pca
+        varm["PCs"] = _all_kept_genes(kept_var, pca.PCs)
+        uns["pca"] = {
+            "params": {
+                "zero_center": zero_center,
+                "use_highly_variable": True,
+                "mask_var": "highly_variable",
+            },
+            "variance": pca.variance,
+            "variance_ratio": pca.variance_ratio,
+        }
+    for name, values in (("obsm", obsm), ("varm", varm), ("uns", uns)):
+        _write(root, name, values)
+    for name in ("layers", "obsp", "varp"):
+        _write(root, name, {})
+    with warnings.catch_warnings():
+        # anndata reads consolidated metadata of format 3, and it saves a request per array.
+        warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)
+        zarr.consolidate_metadata(root.store)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+    return path
+
+
+def _all_kept_genes(var: pd.DataFrame, loadings: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Put the loadings of the HVGs into rows for all kept genes; zeros elsewhere."""
+    chosen = var["highly_variable"].to_numpy(dtype=bool)
+    rows = np.zeros((len(var), loadings.shape[1]), dtype=np.float64)
+    rows[chosen] = loadings
+    return rows
+
+
+def _write(root: zarr.Group, name: str, value: Any) -> None:
+    ad.experimental.write_dispatched(root, name, value, _write_in_row_chunks)
+
+
+def _write_in_row_chunks(
+    write: Any, group: Any, key: str, elem: Any, dataset_kwargs: Any, **_: Any
+) -> None:
+    if isinstance(getattr(elem, "dtype", None), pd.StringDtype) and not elem.isna().any():
+        # The plain encoding of strings, which every AnnData reader knows.
+        elem = np.asarray(elem, dtype=object)
+    kwargs = dict(dataset_kwargs)
+    shape = getattr(elem, "shape", ())
+    if shape and shape[0] > ROWS_PER_CHUNK and not isinstance(elem, pd.DataFrame):
+        kwargs["chunks"] = (ROWS_PER_CHUNK, *shape[1:])
+        kwargs["shards"] = (ROWS_PER_CHUNK * CHUNKS_PER_SHARD, *shape[1:])
+    write(group, key, elem, dataset_kwargs=kwargs)

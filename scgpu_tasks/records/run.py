@@ -1,0 +1,167 @@
+"""run.json: what a run was asked to do, what it did, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
+
+from scgpu_tasks.errors import OutputError
+
+STAGES: tuple[str, ...] = ("convert", "check", "load", "qc", "pca")
+
+
+class StageEntry(TypedDict):
+    """What one stage did."""
+
+    state: str
+    """computed, cached, skipped, failed; pending for one that was never reached."""
+    seconds: float
+    bytes_read: NotRequired[int]
+    """Bytes of X read from the store."""
+    reads: NotRequired[float]
+    """``bytes_read`` as a multiple of X's stored size: how often X was read."""
+
+
+class StoreEntry(TypedDict, total=False):
+    """The store that a run worked on."""
+
+    path: str
+    fingerprint: str
+    shape: list[int]
+    nnz: int
+    stored_bytes: int
+    """Size on disk of X's arrays, bytes."""
+
+
+class ErrorEntry(TypedDict, total=False):
+    """Why a run failed."""
+
+    stage: str
+    type: str
+    message: str
+    traceback: str
+
+
+class Run(TypedDict, total=False):
+    """Content of run.json. Times are ISO 8601 with an offset, durations seconds, sizes bytes."""
+
+    flow: str
+    run_id: str
+    name: str
+    state: str
+    """completed, failed, cancelled or running."""
+    start: str
+    end: str
+    seconds: float
+    parameters: dict[str, Any]
+    store: StoreEntry
+    stages: dict[str, StageEntry]
+    summary: dict[str, Any]
+    """What QC and PCA counted: cells and genes kept and lost, thresholds used."""
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    error: ErrorEntry
+
+
+def jsonable(value: Any) -> Any:
+    """Return the value as JSON can hold it.
+
+    NumPy scalars and arrays become numbers and lists, paths and dates strings, sets sorted
+    lists; NaN and infinities become None, which every JSON reader takes.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return jsonable(value.tolist())
+    if isinstance(value, np.generic):
+        return jsonable(value.item())
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return [jsonable(item) for item in sorted(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write a file that other processes see either whole or not at all."""
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        Path(partial).chmod(0o666 & ~mask)
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def make_folder(folder: Path) -> Path:
+    """Make a record's folder.
+
+    Raises
+    ------
+    OutputError
+        The folder cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        msg = (
+            f"the run record cannot be written to {folder}: {error.strerror or error}. "
+            "Choose a folder that you may write to with --out."
+        )
+        raise OutputError(msg) from error
+    return folder
+
+
+def write_run(folder: str | Path, run: Run | Mapping[str, Any]) -> Path:
+    """Write run.json, replacing the one that is there in one step.
+
+    Parameters
+    ----------
+    folder
+        The record's folder; made if missing.
+    run
+        What to write, see `Run`.
+
+    Returns
+    -------
+    Path of run.json.
+
+    Raises
+    ------
+    OutputError
+        The folder cannot be written.
+    """
+    path = make_folder(Path(folder)) / "run.json"
+    text = json.dumps(jsonable(run), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text_atomic(path, text + "\n")
+    return path
+
+
+def read_run(folder: str | Path) -> dict[str, Any]:
+    """Return the content of a record's run.json."""
+    content: dict[str, Any] = json.loads((Path(folder) / "run.json").read_text("utf-8"))
+    return content
