@@ -143,12 +143,14 @@ def _write(root: zarr.Group, name: str, value: Any) -> None:
 def _write_in_row_chunks(
     write: Any, group: Any, key: str, elem: Any, dataset_kwargs: Any, **_: Any
 ) -> None:
-    if isinstance(getattr(elem, "dtype", None), pd.StringDtype) and not elem.isna().any():
-        # The plain encoding of strings, which every AnnData reader knows.
-        elem = np.asarray(elem, dtype=object)
     kwargs = dict(dataset_kwargs)
     shape = getattr(elem, "shape", ())
     if shape and shape[0] > ROWS_PER_CHUNK and not isinstance(elem, pd.DataFrame):
         kwargs["chunks"] = (ROWS_PER_CHUNK, *shape[1:])
         kwargs["shards"] = (ROWS_PER_CHUNK * CHUNKS_PER_SHARD, *shape[1:])
-    write(group, key, elem, dataset_kwargs=kwargs)
+    if isinstance(getattr(elem, "dtype", None), pd.StringDtype) and not elem.isna().any():
+        # The plain encoding of strings, which every AnnData reader knows.
+        strings = np.asarray(elem, dtype=object)
+        ad.io.write_elem(group, key, strings, dataset_kwargs=kwargs)
+    else:
+        write(group, key, elem, dataset_kwargs=kwargs)
