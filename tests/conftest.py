@@ -1,0 +1,33 @@
+"""Fixtures that every room's tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scgpu_tasks.datasets import write_synthetic
+
+
+@pytest.fixture(scope="session")
+def small_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,500 cells × 800 genes, 3 types, 2 batches; several chunks a shard, several shards."""
+    path = tmp_path_factory.mktemp("stores") / "small.zarr"
+    return write_synthetic(
+        path,
+        1_500,
+        800,
+        nnz_per_cell=150,
+        n_types=3,
+        n_batches=2,
+        seed=7,
+        chunk_bytes=16 * 1024,
+        shard_bytes=128 * 1024,
+    )
+
+
+@pytest.fixture(scope="session")
+def medium_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20,000 cells × 5,000 genes, 8 types, 2 batches, the default layout."""
+    path = tmp_path_factory.mktemp("stores") / "medium.zarr"
+    return write_synthetic(path, 20_000, 5_000, nnz_per_cell=500, n_batches=2, seed=11)
