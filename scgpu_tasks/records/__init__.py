@@ -1,0 +1,95 @@
+"""What a run leaves behind: run.json, tables, results.zarr, report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scgpu_tasks.errors import OutputError
+from scgpu_tasks.records.report import Findings, render
+from scgpu_tasks.records.run import Run, make_folder, read_run, write_run, write_text_atomic
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from scgpu_tasks.stages.pca import PCAResult
+    from scgpu_tasks.stages.qc import QCResult
+
+__all__ = ["Run", "read_run", "write_record", "write_run"]
+
+
+def write_record(
+    folder: str | Path,
+    run: Run | Mapping[str, Any],
+    *,
+    obs: pd.DataFrame | None = None,
+    var: pd.DataFrame | None = None,
+    qc: QCResult | None = None,
+    pca: PCAResult | None = None,
+) -> Path:
+    """Write a run's record, or bring the one that is there up to date.
+
+    Each file appears in one step, and run.json last: where it says ``completed``, the rest is
+    complete.
+
+    Parameters
+    ----------
+    folder
+        The record's folder; made if missing.
+    run
+        Content of run.json, see `Run`. A run that has only begun, or failed, leaves run.json
+        and report.html alone.
+    obs, var
+        The store's tables, all cells and all genes; needed with ``qc``.
+    qc, pca
+        What the stages returned. With ``qc`` the record holds cells.parquet, genes.parquet and
+        results.zarr.
+
+    Returns
+    -------
+    Path of report.html.
+
+    Raises
+    ------
+    OutputError
+        The folder cannot be written, or the disk is full.
+    """
+    folder = make_folder(Path(folder))
+    try:
+        found = None
+        if qc is not None:
+            if obs is None or var is None:
+                msg = "a record of QC needs the store's obs and var"
+                raise TypeError(msg)
+            _write_results(folder, run, obs, var, qc, pca)
+            found = Findings(obs, qc, pca)
+        report = folder / "report.html"
+        write_text_atomic(report, render(run, found))
+        write_run(folder, run)
+    except OutputError:
+        raise
+    except OSError as error:
+        msg = (
+            f"the run record cannot be written to {folder}: {error.strerror or error}. "
+            "Make room on the disk, or choose another folder with --out."
+        )
+        raise OutputError(msg) from error
+    return report
+
+
+def _write_results(
+    folder: Path,
+    run: Run | Mapping[str, Any],
+    obs: pd.DataFrame,
+    var: pd.DataFrame,
+    qc: QCResult,
+    pca: PCAResult | None,
+) -> None:
+    from scgpu_tasks.records.results import write_results
+    from scgpu_tasks.records.tables import write_table
+
+    write_table(folder / "cells.parquet", qc.cells)
+    write_table(folder / "genes.parquet", qc.genes)
+    flavor = run.get("parameters", {}).get("hvg_flavor", "seurat")
+    write_results(folder / "results.zarr", obs, var, qc, pca, hvg_flavor=flavor)

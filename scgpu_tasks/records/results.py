@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anndata as ad
 import numpy as np
@@ -14,30 +14,12 @@ import zarr
 import zarr.errors
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from scgpu_tasks.stages.pca import PCAResult
+    from scgpu_tasks.stages.qc import QCResult
+
 ROWS_PER_CHUNK = 50_000
 CHUNKS_PER_SHARD = 20
-
-
-class QCOutcome(Protocol):
-    """What a record takes from the QC stage."""
-
-    cells: pd.DataFrame
-    """Every cell: metrics and ``passed_qc``, indexed by name."""
-    genes: pd.DataFrame
-    """Every gene: metrics, ``passed_qc`` and the columns of the choice of HVGs."""
-    summary: dict[str, Any]
-
-
-class PCAOutcome(Protocol):
-    """What a record takes from the PCA stage."""
-
-    X_pca: NDArray[np.float32]
-    """Kept cells × components."""
-    PCs: NDArray[np.float64]
-    """Highly variable genes × components."""
-    variance: NDArray[np.float64]
-    variance_ratio: NDArray[np.float64]
-    summary: dict[str, Any]
 
 
 def join_columns(names: pd.DataFrame, metrics: pd.DataFrame) -> pd.DataFrame:
@@ -66,8 +48,8 @@ def write_results(
     path: str | Path,
     obs: pd.DataFrame,
     var: pd.DataFrame,
-    qc: QCOutcome,
-    pca: PCAOutcome | None = None,
+    qc: QCResult,
+    pca: PCAResult | None = None,
     *,
     hvg_flavor: str = "seurat",
     zero_center: bool = True,

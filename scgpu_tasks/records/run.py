@@ -15,8 +15,6 @@ import numpy as np
 
 from scgpu_tasks.errors import OutputError
 
-STAGES: tuple[str, ...] = ("convert", "check", "load", "qc", "pca")
-
 
 class StageEntry(TypedDict):
     """What one stage did."""
@@ -26,7 +24,7 @@ class StageEntry(TypedDict):
     seconds: float
     bytes_read: NotRequired[int]
     """Bytes of X read from the store."""
-    reads: NotRequired[float]
+    times_stored: NotRequired[float]
     """``bytes_read`` as a multiple of X's stored size: how often X was read."""
 
 

@@ -1,0 +1,192 @@
+"""Figures of the PCA stage: how much each component explains, and where the cells lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scgpu_tasks.records import draw, words
+
+POINTS = 40_000
+SHOWN_CATEGORIES = 16
+NUMBERED_UP_TO = 16
+
+
+@dataclass(frozen=True)
+class Category:
+    """One entry of a legend that stands beside its figure as text."""
+
+    number: int
+    name: str
+    colour: str
+    cells: int
+
+
+@dataclass(frozen=True)
+class Colouring:
+    """Categories of an obs column, most frequent first, and the cells' codes in that order."""
+
+    column: str
+    categories: list[Category]
+    codes: NDArray[np.int64]
+    """One per kept cell; ``len(categories) - 1`` is "other" where there is one, -1 missing."""
+
+
+def scree(variance_ratio: NDArray[Any]) -> str:
+    """Draw the share of variance of each component and the running total."""
+    share = 100 * np.asarray(variance_ratio, dtype=np.float64)
+    number = np.arange(1, len(share) + 1)
+    with draw.panel() as (figure, ax):
+        ax.bar(number, share, color=draw.KEPT, width=0.75, label="each")
+        ax.set(xlabel="component", ylabel="% of variance", xlim=(0.2, len(share) + 0.8))
+        ax.set_ylim(0, max(float(share.max(initial=0)) * 1.08, 1e-9))
+        ax.grid(visible=False, axis="x")
+        draw.number_axis(ax.yaxis)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        total = ax.twinx()
+        total.plot(number, np.cumsum(share), color=draw.REMOVED, linewidth=1.8, label="total")
+        total.set(ylabel="% in total")
+        total.set_ylim(0, max(float(share.sum()) * 1.08, 1e-9))
+        total.spines["right"].set_visible(True)
+        total.grid(visible=False)
+        draw.number_axis(total.yaxis)
+        figure.legend(loc="outside upper left", ncols=2, handlelength=1.2)
+        return draw.to_svg(figure, "scree", "Variance explained by each component")
+
+
+def choose_colourings(
+    obs: pd.DataFrame, first: str | None = None, limit: int = 3
+) -> list[Colouring]:
+    """Pick the obs columns worth colouring cells by.
+
+    Parameters
+    ----------
+    obs
+        Kept cells.
+    first
+        A column to begin with, such as the batch key.
+    limit
+        How many at most.
+
+    Returns
+    -------
+    Categorical, string or boolean columns of 2 or more categories, those with few enough to
+    tell apart first, in obs's order.
+    """
+    names = [first] if first in obs else []
+    names += [c for c in obs.columns if c != first and c != "passed_qc"]
+    candidates: list[tuple[bool, int, Colouring]] = []
+    for place, column in enumerate(names):
+        colouring = _colouring(obs[column], str(column))
+        if colouring is not None:
+            many = colouring.categories[-1].number == 0 and column != first
+            candidates.append((many, place, colouring))
+    candidates.sort(key=lambda item: item[:2])
+    return [colouring for _, _, colouring in candidates[:limit]]
+
+
+def _colouring(values: pd.Series, column: str) -> Colouring | None:
+    categorical = isinstance(values.dtype, pd.CategoricalDtype)
+    plain = pd.api.types.is_bool_dtype(values) or pd.api.types.is_string_dtype(values)
+    if not categorical:
+        # A name for every cell is no category; a look at some rows spares 11M of them.
+        if not plain or values.iloc[: 10 * POINTS].nunique() > min(200, len(values) // 2):
+            return None
+        values = values.astype("category")
+    codes = values.cat.codes.to_numpy().astype(np.int64)
+    cells = np.bincount(codes[codes >= 0], minlength=len(values.cat.categories))
+    order = np.argsort(-cells, kind="stable")
+    order = order[cells[order] > 0]
+    if len(order) < 2 or len(order) > max(2, len(values) // 3):
+        return None
+    n_shown = len(order) if len(order) <= SHOWN_CATEGORIES else SHOWN_CATEGORIES - 1
+    names = [str(name) for name in values.cat.categories]
+    categories = [
+        Category(i + 1, names[code], draw.CATEGORICAL[i], int(cells[code]))
+        for i, code in enumerate(order[:n_shown])
+    ]
+    place = np.full(len(names) + 1, -1, dtype=np.int64)
+    place[order[:n_shown]] = np.arange(n_shown)
+    if len(order) > n_shown:
+        rest = order[n_shown:]
+        place[rest] = n_shown
+        text = f"{len(rest)} other categories"
+        categories.append(Category(0, text, draw.OTHER, int(cells[rest].sum())))
+    return Colouring(column, categories, place[codes])
+
+
+def components(
+    X_pca: NDArray[Any],
+    pair: tuple[int, int],
+    colouring: Colouring | None,
+    *,
+    name: str,
+) -> str:
+    """Draw the cells along two components, coloured by category.
+
+    Parameters
+    ----------
+    X_pca
+        Kept cells × components. At most 40,000 cells are drawn, the same ones every time.
+    pair
+        Numbers of the components, from 0.
+    colouring
+        None: one colour.
+    name
+        Unique in the page.
+    """
+    rows = draw.sample(len(X_pca), POINTS)
+    points = np.asarray(X_pca[rows][:, list(pair)], dtype=np.float64)
+    with draw.panel(height=3.9) as (figure, ax):
+        colours: Any = draw.CATEGORICAL[0]
+        if colouring is not None:
+            palette = [c.colour for c in colouring.categories] + [draw.OTHER]
+            colours = np.array(palette)[colouring.codes[rows]]
+        size = float(np.clip(40_000 / max(len(rows), 1), 1.5, 14))
+        ax.scatter(
+            points[:, 0], points[:, 1], s=size, c=colours, linewidths=0, alpha=0.65,
+            rasterized=True,
+        )  # fmt: skip
+        if colouring is not None:
+            _number_groups(ax, points, colouring.codes[rows], colouring.categories)
+        ax.set(xlabel=f"PC{pair[0] + 1}", ylabel=f"PC{pair[1] + 1}")
+        draw.number_axis(ax.xaxis)
+        draw.number_axis(ax.yaxis)
+        ax.grid(visible=False)
+        text = f"{words.count(len(rows))} cells by components {pair[0] + 1} and {pair[1] + 1}"
+        return draw.to_svg(figure, name, text)
+
+
+def _number_groups(
+    ax: Any, points: NDArray[Any], codes: NDArray[np.int64], categories: list[Category]
+) -> None:
+    """Put each category's number at its median, where the categories lie apart."""
+    named = [c for c in categories if c.number]
+    if len(named) > NUMBERED_UP_TO or not _lie_apart(points, codes, len(named)):
+        return
+    for category in named:
+        mine = points[codes == category.number - 1]
+        if len(mine):
+            x, y = np.median(mine, axis=0)
+            ax.text(
+                x, y, str(category.number), ha="center", va="center", fontsize=8,
+                fontweight="bold",
+                bbox={"boxstyle": "circle,pad=0.25", "fc": draw.SURFACE, "ec": category.colour,
+                      "lw": 1.6},
+            )  # fmt: skip
+
+
+def _lie_apart(points: NDArray[Any], codes: NDArray[np.int64], n: int) -> bool:
+    """Tell whether the categories explain a good part of where the cells lie."""
+    inside = 0.0
+    for code in range(n):
+        mine = points[codes == code]
+        if len(mine):
+            inside += float(((mine - mine.mean(axis=0)) ** 2).sum())
+    shown = points[(codes >= 0) & (codes < n)]
+    total = float(((shown - shown.mean(axis=0)) ** 2).sum()) if len(shown) else 0.0
+    return total > 0 and inside < 0.7 * total

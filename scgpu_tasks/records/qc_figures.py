@@ -1,0 +1,206 @@
+"""Figures of the QC stage: what the cells and genes look like and where the filters cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.colors import LogNorm, Normalize
+from numpy.typing import NDArray
+
+from scgpu_tasks.records import draw, words
+
+BINS = 60
+GRID_BINS = 110
+# With fewer cells, smaller bins would only show single cells.
+CELLS_FOR_FULL_GRID = 50_000
+Bounds = tuple[float | None, float | None]
+
+
+def histogram(
+    values: NDArray[Any],
+    kept: NDArray[np.bool_],
+    *,
+    name: str,
+    label: str,
+    bounds: Bounds = (None, None),
+    log: bool = False,
+) -> str:
+    """Draw the distribution of a metric, kept cells on removed ones, thresholds dashed.
+
+    Parameters
+    ----------
+    values
+        One number per cell; NaN is left out.
+    kept
+        Whether the cell passed all filters.
+    name
+        Unique in the page.
+    label
+        Axis label; text of ours.
+    bounds
+        Lower and upper threshold, either may be missing.
+    log
+        Bins of equal width in log10(1 + value).
+    """
+    values = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(values)
+    values, kept = values[finite], kept[finite]
+    scale = np.log10(values + 1) if log else values
+    cuts = [b for b in bounds if b is not None and np.isfinite(b)]
+    shown = [np.log10(b + 1) if log else b for b in cuts]
+    low, high = draw.span(np.append(scale[:0], [scale.min(), scale.max(), *shown]), 0.02)
+    if low < 0 <= scale.min():
+        low = 0.0
+    edges = np.linspace(low, high, BINS + 1)
+    all_cells, _ = np.histogram(scale, bins=edges)
+    kept_cells, _ = np.histogram(scale[kept], bins=edges)
+    with draw.panel() as (figure, ax):
+        ax.stairs(all_cells, edges, fill=True, color=draw.REMOVED, label="removed")
+        ax.stairs(kept_cells, edges, fill=True, color=draw.KEPT, label="kept")
+        draw.threshold_lines(ax, shown)
+        ax.set(xlabel=label, ylabel="cells", xlim=(low, high))
+        ax.set_ylim(0, max(1, all_cells.max()) * 1.08)
+        ax.grid(visible=False, axis="x")
+        if log:
+            _one_plus_ticks(ax, low, high)
+        else:
+            draw.number_axis(ax.xaxis)
+        draw.number_axis(ax.yaxis)
+        text = f"Histogram of {label}; {words.count(len(values))} cells"
+        return draw.to_svg(figure, name, text)
+
+
+def _one_plus_ticks(ax: Any, low: float, high: float) -> None:
+    top = 10**high
+    ticks = [0.0] if low <= 0 else []
+    for steps in ((1,), (1, 3)):
+        new = [s * 10.0**d for d in range(12) for s in steps if low < np.log10(s * 10**d + 1)]
+        new = [t for t in new if t <= top]
+        if len(new) >= 3:
+            break
+    positions = ticks + new
+    if len(positions) > 7:
+        positions = positions[:1] + positions[2::2] if positions[0] == 0 else positions[::2]
+    ax.xaxis.set_ticks(np.log10(np.array(positions) + 1))
+    ax.xaxis.set_ticklabels([words.short(t) for t in positions])
+
+
+def counts_against_genes(
+    cells: pd.DataFrame, *, counts: Bounds = (None, None), genes: Bounds = (None, None)
+) -> str:
+    """Draw where the cells lie by total counts and genes found, as a density."""
+    x, y, limits, bins = _log_grid(cells)
+    image = draw.bin_image(x, y, limits, bins)
+    top = max(float(np.nanmax(image)), 2.0) if np.isfinite(image).any() else 2.0
+    return _grid_figure(
+        image,
+        LogNorm(1, top),
+        limits,
+        name="counts-genes",
+        bar="cells per bin",
+        bounds=(counts, genes),
+        description="Density of cells by total counts and number of genes",
+    )
+
+
+def percentage_over_grid(
+    cells: pd.DataFrame,
+    column: str,
+    *,
+    counts: Bounds = (None, None),
+    genes: Bounds = (None, None),
+) -> str:
+    """Draw the mean of a percentage column over total counts and genes found."""
+    share = cells[column].to_numpy(dtype=np.float64)
+    known = np.isfinite(share)
+    x, y, limits, bins = _log_grid(cells)
+    image = draw.bin_image(x[known], y[known], limits, bins, weights=share[known])
+    top = float(np.nanmax(image)) if np.isfinite(image).any() else 1.0
+    return _grid_figure(
+        image,
+        Normalize(0, max(top, 1e-9)),
+        limits,
+        name="percentage-grid",
+        bar="mean % of counts",
+        bounds=(counts, genes),
+        description="Mean percentage by total counts and number of genes",
+    )
+
+
+def _log_grid(
+    cells: pd.DataFrame,
+) -> tuple[NDArray[Any], NDArray[Any], tuple[float, float, float, float], int]:
+    # Empty cells have no place on a logarithmic axis; the table of filters counts them.
+    counts = cells["total_counts"].to_numpy(dtype=np.float64)
+    genes = cells["n_genes_by_counts"].to_numpy(dtype=np.float64)
+    some = (counts > 0) & (genes > 0)
+    x, y = np.log10(counts[some]), np.log10(genes[some])
+    full = len(x) >= CELLS_FOR_FULL_GRID
+    return x, y, (*draw.span(x), *draw.span(y)), GRID_BINS if full else GRID_BINS * 3 // 4
+
+
+def _grid_figure(
+    image: NDArray[np.float64],
+    norm: Normalize,
+    limits: tuple[float, float, float, float],
+    *,
+    name: str,
+    bar: str,
+    bounds: tuple[Bounds, Bounds],
+    description: str,
+) -> str:
+    colours = matplotlib.colormaps["viridis"].resampled(256)
+    with draw.panel(height=3.4) as (figure, ax):
+        shown = ax.imshow(
+            np.ma.masked_invalid(image),
+            origin="lower",
+            extent=limits,
+            aspect="auto",
+            interpolation="none",
+            cmap=colours,
+            norm=norm,
+        )
+        draw.threshold_lines(ax, bounds[0], power=True)
+        draw.threshold_lines(ax, bounds[1], power=True, horizontal=True)
+        draw.number_axis(ax.xaxis, power=True)
+        draw.number_axis(ax.yaxis, power=True)
+        ax.set(xlabel="total counts", ylabel="genes found")
+        scale = figure.colorbar(shown, ax=ax, label=bar, pad=0.02, aspect=28)
+        scale.outline.set_visible(False)
+        scale.ax.minorticks_off()
+        scale.ax.yaxis.set_major_formatter(lambda v, _: words.short(v))
+        return draw.to_svg(figure, name, description)
+
+
+def variable_genes(genes: pd.DataFrame) -> str | None:
+    """Draw mean against dispersion of the kept genes, the chosen ones in colour."""
+    found = next((c for c in ("dispersions_norm", "variances_norm") if c in genes), None)
+    if found is None or "means" not in genes:
+        return None
+    x = genes["means"].to_numpy(dtype=np.float64)
+    y = genes[found].to_numpy(dtype=np.float64)
+    chosen = genes["highly_variable"].to_numpy(dtype=bool)
+    shown = np.isfinite(x) & np.isfinite(y)
+    # seurat's means are logarithms already; the other flavours' span several decades.
+    log = bool(shown.any()) and np.nanmax(x[shown]) > 50
+    if log:
+        shown &= x > 0
+        x = np.log10(np.where(x > 0, x, 1))
+    label = "dispersion, normalised" if found == "dispersions_norm" else "variance, standardised"
+    with draw.panel(height=3.4) as (figure, ax):
+        for rows, colour, text in (
+            (shown & ~chosen, draw.OTHER, "other genes"),
+            (shown & chosen, draw.CATEGORICAL[0], "highly variable"),
+        ):
+            ax.scatter(
+                x[rows], y[rows], s=5, c=colour, linewidths=0, alpha=0.75, rasterized=True,
+                label=f"{text} ({words.count(int(rows.sum()))})",
+            )  # fmt: skip
+        draw.number_axis(ax.xaxis, power=log)
+        draw.number_axis(ax.yaxis)
+        ax.set(xlabel="mean expression" if log else "mean expression (log)", ylabel=label)
+        figure.legend(loc="outside upper left", ncols=2, markerscale=2.5, handletextpad=0.2)
+        return draw.to_svg(figure, "variable-genes", "Genes by mean and dispersion")

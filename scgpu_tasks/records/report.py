@@ -1,0 +1,261 @@
+"""report.html: one file that shows a biologist what a run did and found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from scgpu_tasks.records import words
+
+if TYPE_CHECKING:
+    from scgpu_tasks.stages.pca import PCAResult
+    from scgpu_tasks.stages.qc import QCResult
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the stages of a run found; the parts it did not reach are None."""
+
+    obs: pd.DataFrame
+    """The store's columns, all cells."""
+    qc: QCResult
+    pca: PCAResult | None = None
+
+
+_ADVICE = {
+    "StoreError": "Check that --store and --source name an existing store that you may read.",
+    "FormatError": "Run `python -m scgpu_tasks check STORE` to see what in the store is in the "
+    "way, and convert it with --source where it says so.",
+    "DataError": "QC needs raw counts. If the store keeps them in a layer, name it with --layer.",
+    "ParameterError": "Change the option that the message names and run the command again.",
+    "OutputError": "Choose another folder with --out, or make room on the disk.",
+    "CorruptChunkError": "The file on disk is damaged. Copy the store again, or convert it again "
+    "from its source.",
+    "ClusterError": "Start with fewer --workers, or check the address given with --scheduler.",
+    "MissingPackageError": "Install what the message names, or run with --device cpu.",
+    "MemoryError": "Use smaller blocks (--chunks 5000) or fewer --workers.",
+    "KilledWorker": "A worker was killed, most often for lack of memory: use smaller blocks "
+    "(--chunks 5000) or fewer --workers.",
+}
+_TITLES = {
+    "completed": "Quality control and PCA",
+    "failed": "This run failed",
+    "cancelled": "This run was stopped",
+    "running": "This run has not ended",
+}
+
+
+def render(run: Mapping[str, Any], found: Findings | None = None) -> str:
+    """Return the report of a run as one HTML page that needs nothing else.
+
+    Parameters
+    ----------
+    run
+        Content of run.json.
+    found
+        What the stages found; without it the report says how far the run came.
+    """
+    qc = pca = None
+    if found is not None:
+        # matplotlib loads here, not for the record of a run that has only begun.
+        from scgpu_tasks.records.cells_view import cells_view
+        from scgpu_tasks.records.pca_view import pca_view
+
+        qc = cells_view(found.qc)
+        if found.pca is not None:
+            kept = found.qc.cells["passed_qc"].to_numpy(dtype=bool)
+            chosen = found.qc.genes["highly_variable"].to_numpy(dtype=bool)
+            pca = pca_view(
+                found.obs.loc[kept],
+                found.qc.genes.index[chosen],
+                found.pca,
+                batch_key=run["parameters"].get("batch_key"),
+            )
+    content = {
+        "run": _header(run),
+        "title": _TITLES.get(run["state"], run["state"]),
+        "error": _error(run),
+        "tiles": _tiles(run, found),
+        "notes": _notes(found),
+        "qc": qc,
+        "pca": pca,
+        "stages": _stages(run),
+        "snippet": _snippet(found),
+        "details": _details(run),
+    }
+    return _environment().get_template("report.html.j2").render(_mark_svg(content))
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("scgpu_tasks.records", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "count": words.count,
+        "duration": words.duration,
+        "moment": words.moment,
+        "percent": words.percent,
+        "size": words.size,
+    }
+    return environment
+
+
+def _mark_svg(value: Any) -> Any:
+    """Mark figures as HTML; every other string is escaped by the template."""
+    if isinstance(value, dict):
+        return {k: Markup(v) if k == "svg" else _mark_svg(v) for k, v in value.items()}  # noqa: S704
+    return [_mark_svg(item) for item in value] if isinstance(value, list) else value
+
+
+def _header(run: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": run["name"],
+        "flow": run["flow"],
+        "state": run["state"],
+        "start": run.get("start"),
+        "seconds": run.get("seconds"),
+        "store": {"path": run.get("store", {}).get("path") or run["parameters"].get("store")},
+    }
+
+
+def _error(run: Mapping[str, Any]) -> dict[str, Any] | None:
+    error = run.get("error")
+    if not error:
+        return None
+    stage, kind = error.get("stage", "start"), error.get("type", "")
+    where = "before the first stage" if stage == "start" else f"in the stage “{stage}”"
+    stopped = run["state"] == "cancelled"
+    advice = [] if stopped or kind not in _ADVICE else [_ADVICE[kind]]
+    finished = [n for n, s in run["stages"].items() if s["state"] in ("computed", "cached")]
+    if finished:
+        advice.append(
+            f"The same command goes on from here: {', '.join(finished)} "
+            f"{'is' if len(finished) == 1 else 'are'} done and will not run again."
+        )
+    elif not advice:
+        advice.append("Run the same command again.")
+    return {
+        "heading": f"Stopped {where}" if stopped else f"It failed {where}",
+        "message": error.get("message") or kind,
+        "type": kind,
+        "traceback": error.get("traceback"),
+        "advice": advice,
+    }
+
+
+def _tiles(run: Mapping[str, Any], found: Findings | None) -> list[dict[str, str]]:
+    if found is None:
+        return []
+    summary, cells = found.qc.summary, found.qc.cells
+    kept = cells["passed_qc"].to_numpy(dtype=bool)
+    store = run.get("store", {})
+    tiles = [
+        _kept_tile(summary["n_cells_kept"], summary["n_cells"], "cells"),
+        _kept_tile(summary["n_genes_kept"], summary["n_genes"], "genes"),
+        {"value": words.count(summary["n_hvg"]), "label": "highly variable genes"},
+    ]
+    if found.pca is not None:
+        ratio = words.percent(float(found.pca.variance_ratio.sum()))
+        label = f"components, {ratio} of variance"
+        tiles.append({"value": words.count(found.pca.X_pca.shape[1]), "label": label})
+    for column, label in (("n_genes_by_counts", "genes"), ("total_counts", "counts")):
+        middle = float(pd.Series(cells[column].to_numpy()[kept]).median())
+        tiles.append({"value": words.count(round(middle)), "label": f"{label} in a median cell"})
+    if store.get("stored_bytes"):
+        label = "counts on disk"
+        if store.get("nnz"):
+            label += f", {words.count(store['nnz'])} non-zeros"
+        tiles.append({"value": words.size(store["stored_bytes"]), "label": label})
+    return tiles
+
+
+def _kept_tile(kept: int, total: int, what: str) -> dict[str, str]:
+    label = f"{what} kept of {words.count(total)} ({words.percent(kept, total)})"
+    return {"value": words.count(kept), "label": label}
+
+
+def _notes(found: Findings | None) -> list[str]:
+    if found is None:
+        return []
+    notes = list(found.qc.summary.get("notes", []))
+    if found.pca is not None:
+        notes += found.pca.summary.get("notes", [])
+    return [str(note) for note in notes]
+
+
+def _stages(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    longest = max((s.get("seconds") or 0 for s in run["stages"].values()), default=0)
+    rows = []
+    for name, entry in run["stages"].items():
+        seconds = entry.get("seconds") or 0
+        ran = entry["state"] not in ("skipped", "pending")
+        rows.append(
+            {
+                "name": name,
+                "state": entry["state"],
+                "seconds": seconds if ran else None,
+                "width": f"{100 * seconds / longest:.1f}" if longest and ran else "0",
+                "bytes_read": entry.get("bytes_read"),
+                "times_stored": entry.get("times_stored"),
+            }
+        )
+    return rows
+
+
+def _snippet(found: Findings | None) -> str:
+    lines = ["import anndata, scanpy", 'adata = anndata.read_zarr("results.zarr")']
+    if found is not None and found.pca is not None:
+        lines += [
+            'scanpy.pp.neighbors(adata, use_rep="X_pca")',
+            "scanpy.tl.umap(adata)",
+            "scanpy.tl.leiden(adata)",
+        ]
+    return "\n".join(lines)
+
+
+def _details(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    store = dict(run.get("store", {}))
+    shape = store.pop("shape", None)
+    if shape:
+        store["cells × genes"] = " × ".join(words.count(n) for n in shape)
+    for name, show in (("nnz", words.count), ("stored_bytes", words.size)):
+        if store.get(name) is not None:
+            store[name] = show(store[name])
+    hardware = dict(run.get("hardware", {}))
+    for name in [n for n in hardware if n.endswith("_bytes")]:
+        hardware[name.removesuffix("_bytes")] = words.size(hardware.pop(name))
+    times = {"run": run.get("run_id"), "start": run.get("start"), "end": run.get("end")}
+    groups = (
+        ("Parameters", run["parameters"], run["state"] != "completed"),
+        ("Store", store, False),
+        ("Run", times, False),
+        ("Versions", run.get("versions", {}), False),
+        ("Hardware", hardware, False),
+    )
+    return [
+        {"title": title, "open": open_, "entries": [(k, _plain(v)) for k, v in entries.items()]}
+        for title, entries, open_ in groups
+        if entries
+    ]
+
+
+def _plain(value: Any) -> str:
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(_plain(item) for item in value) or "–"
+    if isinstance(value, Mapping):
+        return "; ".join(f"{k} {_plain(v)}" for k, v in value.items())
+    return str(value)
