@@ -1,0 +1,16 @@
+"""Any AnnData in, a store out that a GPU reads fast: streamed, verified, resumable."""
+
+from scgpu_tasks.io.convert.convert import ConvertResult, convert_zarr, is_current
+from scgpu_tasks.io.convert.execute import Progress
+from scgpu_tasks.io.convert.manifest import manifest_path, read_manifest
+from scgpu_tasks.io.convert.options import ConvertSpec
+
+__all__ = [
+    "ConvertResult",
+    "ConvertSpec",
+    "Progress",
+    "convert_zarr",
+    "is_current",
+    "manifest_path",
+    "read_manifest",
+]

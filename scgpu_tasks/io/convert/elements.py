@@ -1,0 +1,168 @@
+"""Copy what is not a large matrix: groups, strings, and single elements through anndata."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import h5py
+import numpy as np
+import zarr
+from zarr.codecs import ZstdCodec
+from zarr.core.dtype import VariableLengthUTF8
+
+from scgpu_tasks.errors import CorruptChunkError, FormatError
+from scgpu_tasks.io.convert.plan import ArrayItem, Plan
+from scgpu_tasks.io.source import Source
+
+_STRINGS_PER_CHUNK = 100_000
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out warnings about forms that anndata itself writes, and about old files."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*does not have a Zarr V3 specification")
+        warnings.filterwarnings("ignore", message=r".*Consolidated metadata is currently not")
+        warnings.filterwarnings("ignore", category=ad.OldFormatWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        yield
+
+
+def create_groups(root: zarr.Group, plan: Plan) -> None:
+    """Make all groups, parents first, with their attributes."""
+    for path, attrs in plan.groups:
+        group = root.require_group(path) if path else root
+        group.attrs.put(attrs)
+
+
+def create_array(root: zarr.Group, item: ArrayItem, level: int) -> None:
+    """Write the metadata of an array whose files are written later."""
+    layout = item.layout
+    array = root.create_array(
+        item.path,
+        shape=layout.shape,
+        dtype=np.dtype(layout.dtype),
+        chunks=layout.chunk,
+        shards=layout.shard,
+        compressors=ZstdCodec(level=level),
+        fill_value=False if np.dtype(layout.dtype).kind == "b" else 0,
+        overwrite=True,
+    )
+    array.attrs.put(item.attrs)
+
+
+def copy_strings(
+    source: Source, at: str, root: zarr.Group, path: str, attrs: dict[str, Any], level: int
+) -> None:
+    """Copy an array of strings in slices."""
+    node = source.node(at)
+    dtype: Any = VariableLengthUTF8()
+    rows = max(1, min(_STRINGS_PER_CHUNK, node.shape[0]))
+    rest = tuple(max(1, n) for n in node.shape[1:])
+    with quiet():
+        array = root.create_array(
+            path,
+            shape=node.shape,
+            dtype=dtype,
+            chunks=(rows, *rest),
+            compressors=ZstdCodec(level=level),
+            overwrite=True,
+        )
+        for start in range(0, node.shape[0], rows):
+            array[start : start + rows] = read_strings(node, start, start + rows)
+        array.attrs.put(attrs)
+
+
+def read_strings(node: h5py.Dataset | zarr.Array, start: int, stop: int) -> np.ndarray:
+    """Rows start:stop as Python strings."""
+    if isinstance(node, h5py.Dataset):
+        return np.asarray(node.asstr()[start:stop], dtype=object)
+    return np.asarray(node[start:stop], dtype=object)
+
+
+def check_strings(source: Source, at: str, root: zarr.Group, path: str) -> None:
+    """Compare an array of strings with its source.
+
+    Raises
+    ------
+    CorruptChunkError
+        They differ; names the first place and both values.
+    """
+    node, array = source.node(at), root[path]
+    rows = _STRINGS_PER_CHUNK
+    for start in range(0, node.shape[0], rows):
+        want = read_strings(node, start, start + rows)
+        found = read_strings(array, start, start + rows)
+        if want.shape == found.shape and (want == found).all():
+            continue
+        place = tuple(int(i) for i in np.argwhere(want != found)[0])
+        where = ", ".join(map(str, (start + place[0], *place[1:])))
+        msg = (
+            f"position {where} holds {found[place]!r} instead of the source's {want[place]!r}; "
+            "run the conversion again"
+        )
+        raise CorruptChunkError(msg, store=str(root.store), array=path)
+
+
+def copy_element(source: Source, at: str, root: zarr.Group, path: str) -> None:
+    """Copy one element through anndata.
+
+    Raises
+    ------
+    FormatError
+        anndata cannot read it from the source, or cannot write it to zarr.
+    """
+    parent, _, name = path.rpartition("/")
+    try:
+        with quiet():
+            value = ad.io.read_elem(source.node(at))
+            ad.io.write_elem(root[parent] if parent else root, name, value)
+    except (ad._io.specs.registry.IORegistryError, ValueError, TypeError, KeyError) as error:
+        msg = f"{source.path}: {at} cannot be stored as zarr v3: {error}"
+        raise FormatError(msg) from error
+
+
+def copy_legacy(source: Source, root: zarr.Group, scratch: Path) -> None:
+    """Copy all but the matrices of a file of anndata before 0.7.
+
+    anndata reads a copy of the file that has no matrices, so its own rules for old files apply.
+    """
+    if source.kind != "h5ad":
+        msg = f"{source.path} is a zarr store of anndata before 0.7, which wrote none we know"
+        raise FormatError(msg)
+    scratch.parent.mkdir(exist_ok=True)
+    small = scratch.with_suffix(".h5ad")
+    with h5py.File(small, "w") as file:
+        for name in source.root:
+            if name == "raw.X":
+                _empty_like(source.root[name], file)
+            elif name not in ("X", "layers"):
+                file.copy(source.root[name], name)
+    with quiet():
+        adata = ad.read_h5ad(small)
+        small.unlink()
+        parts = ["obs", "var", "obsm", "varm", "obsp", "varp", "uns"]
+        for name in parts:
+            value = getattr(adata, name)
+            value = value if name in ("obs", "var") else dict(value)
+            ad.io.write_elem(root, name, value)
+        raw: Any = adata.raw
+        if raw is not None:
+            ad.io.write_elem(root["raw"], "var", raw.var)
+            ad.io.write_elem(root["raw"], "varm", dict(raw.varm))
+
+
+def _empty_like(node: Any, file: h5py.File) -> None:
+    """Write a matrix of this shape that takes no room, so that raw.var is read."""
+    shape = node.shape if hasattr(node, "shape") else node.attrs["h5sparse_shape"]
+    group = file.create_group("raw.X")
+    group.attrs["h5sparse_format"] = "csr"
+    group.attrs["h5sparse_shape"] = shape
+    group.create_dataset("data", data=np.empty(0, np.float32))
+    group.create_dataset("indices", data=np.empty(0, np.int32))
+    group.create_dataset("indptr", data=np.zeros(int(shape[0]) + 1, np.int32))

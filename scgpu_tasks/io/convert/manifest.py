@@ -1,0 +1,54 @@
+"""What a converted store says of itself: source, options, and a checksum of every shard.
+
+The document lies in the folder of the array of cell names, where neither zarr nor anndata looks
+for anything: zarr warns of unknown files anywhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+NAME = ".scgpu-manifest.json"
+VERSION = 1
+
+
+def manifest_path(store: str | os.PathLike[str]) -> Path | None:
+    """Return where the manifest of a store lies, or would lie; None without cell names."""
+    obs = Path(store) / "obs"
+    try:
+        attrs = json.loads((obs / "zarr.json").read_text())["attributes"]
+    except (OSError, ValueError, KeyError):
+        return None
+    index = obs / str(attrs.get("_index", "_index"))
+    # Strings that may be missing are a group of two arrays.
+    for folder in (index, index / "values"):
+        try:
+            node = json.loads((folder / "zarr.json").read_text())
+        except (OSError, ValueError):
+            continue
+        if node.get("node_type") == "array":
+            return folder / NAME
+    return None
+
+
+def read_manifest(store: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the manifest of a converted store; None where there is none."""
+    path = manifest_path(store)
+    if path is None or not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError:
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def write_manifest(store: Path, content: dict[str, Any]) -> None:
+    """Write the manifest into a store whose obs is complete."""
+    path = manifest_path(store)
+    if path is not None:
+        text = json.dumps({"version": VERSION} | content, indent=1)
+        path.write_text(text + "\n")

@@ -1,0 +1,127 @@
+"""The values of a destination array, computed from the source a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from scgpu_tasks.errors import DataError, FormatError
+from scgpu_tasks.io.convert.plan import ArrayItem, Plan, SparseItem
+from scgpu_tasks.io.convert.readers import ArrayReader
+from scgpu_tasks.io.source import Source
+
+Rows = Callable[[int, int], np.ndarray]
+_INDPTR_ROWS = 1 << 20
+
+
+class Values:
+    """Computes rows of the arrays of a plan; threads may share it.
+
+    Parameters
+    ----------
+    source
+        The open source.
+    plan
+        What is to be written.
+    scratch
+        Folder for what has to be decoded or rearranged on disk first.
+    """
+
+    def __init__(self, source: Source, plan: Plan, scratch: Path) -> None:
+        self.source, self.plan, self.scratch = source, plan, scratch
+        self._readers: dict[str, ArrayReader] = {}
+        self._items = {item.path: item for item in plan.arrays}
+
+    def reader(self, path: str) -> ArrayReader:
+        """Reader of an array of the source; opened once."""
+        if path not in self._readers:
+            self._readers[path] = ArrayReader(self.source, path, self.scratch)
+        return self._readers[path]
+
+    def rows(self, path: str) -> Rows:
+        """Return the function that computes rows of the array that goes to `path`."""
+        item = self._items[path]
+        reader = self.reader(item.source)
+        dtype = np.dtype(item.layout.dtype)
+
+        def copied(start: int, stop: int) -> np.ndarray:
+            values = reader(start, stop)
+            if item.limit is not None:
+                self._check_range(item, values, start)
+            return self._cast(item, values, dtype, start)
+
+        return copied
+
+    def _check_range(self, item: ArrayItem, values: np.ndarray, start: int) -> None:
+        if not values.size or (values.min() >= 0 and values.max() < (item.limit or 0)):
+            return
+        at = int(np.flatnonzero((values < 0) | (values >= (item.limit or 0)))[0])
+        msg = (
+            f"{self.source.path}: {item.source}[{start + at}] is {values[at]}, and must be "
+            f"from 0 to {(item.limit or 0) - 1}; the source is damaged"
+        )
+        raise FormatError(msg)
+
+    def _cast(
+        self, item: ArrayItem, values: np.ndarray, dtype: np.dtype, start: int
+    ) -> np.ndarray:
+        if values.dtype == dtype:
+            return values
+        with np.errstate(invalid="ignore", over="ignore"):
+            cast = values.astype(dtype)
+            if item.limit is not None:
+                return cast
+            if item.exact:
+                bad = cast.astype(values.dtype) != values
+                # −1 as uint64 and back is −1 again.
+                bad |= (cast < 0) != (values < 0)
+            else:
+                bad = np.isinf(cast) & np.isfinite(values)
+        if bad.any():
+            place = np.argwhere(bad)[0]
+            where = ", ".join(map(str, (start + int(place[0]), *map(int, place[1:]))))
+            msg = (
+                f"{self.source.path}: {item.source}[{where}] is {values[tuple(place)]}, which "
+                f"{dtype.name} cannot hold; choose another data dtype"
+            )
+            raise DataError(msg)
+        return cast
+
+
+def check_sparse(values: Values, item: SparseItem) -> None:
+    """Check that indptr describes rows that follow each other and end with the last value.
+
+    Raises
+    ------
+    FormatError
+        It does not; names the first wrong row.
+    """
+    source, path = values.source, item.source
+    node = source.node(path)
+    lengths = {name: int(node[name].shape[0]) for name in ("data", "indices", "indptr")}
+    expected = {"data": item.nnz, "indices": item.nnz, "indptr": item.major + 1}
+    for name, length in lengths.items():
+        if length != expected[name]:
+            msg = (
+                f"{source.path}: {path}/{name} holds {length} values instead of "
+                f"{expected[name]} (shape {item.shape}, {item.nnz} stored values)"
+            )
+            raise FormatError(msg)
+    read = values.reader(f"{path}/indptr")
+    previous = 0
+    for start in range(0, lengths["indptr"], _INDPTR_ROWS):
+        part = read(start, min(start + _INDPTR_ROWS, lengths["indptr"])).astype(np.int64)
+        steps = np.diff(part, prepend=previous)
+        if (start == 0 and part[0] != 0) or (steps < 0).any():
+            at = start + (0 if start == 0 and part[0] else int(np.argmax(steps < 0)))
+            msg = f"{source.path}: {path}/indptr goes wrong at {at} ({int(part[at - start])})"
+            raise FormatError(msg)
+        previous = int(part[-1])
+    if previous != item.nnz:
+        msg = (
+            f"{source.path}: {path}/indptr ends with {previous}, but {item.nnz} values "
+            "are stored"
+        )
+        raise FormatError(msg)

@@ -1,0 +1,238 @@
+"""The folder in which a store grows until it is complete: lock, journal, last rename.
+
+``atlas.zarr.converting`` beside ``atlas.zarr`` holds the store, a journal of finished files and
+a plan. Whoever finds a folder of the same plan goes on with it; another plan starts anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import uuid
+from pathlib import Path
+from typing import Any, Self
+
+from scgpu_tasks.errors import OutputError, ParameterError
+
+SUFFIX = ".converting"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class WorkFolder:
+    """Everything beside the destination; use it in a ``with`` statement, which holds the lock.
+
+    Parameters
+    ----------
+    dst
+        The finished store's path.
+    """
+
+    def __init__(self, dst: Path) -> None:
+        self.dst = dst
+        self.root = dst.with_name(dst.name + SUFFIX)
+        self.store = self.root / "store"
+        self.scratch = self.root / "scratch"
+        self._journal = self.root / "journal.jsonl"
+        self._plan = self.root / "plan.json"
+        self._lock: int | None = None
+        self.notes: list[str] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+        except OSError as error:
+            raise self._refusal(error) from error
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _refusal(self, error: OSError) -> OSError:
+        if isinstance(error, OutputError):
+            return error
+        if error.errno == errno.EROFS:
+            why = "the file system is read-only"
+        elif error.errno == errno.ENOSPC:
+            why = "the disk is full"
+        else:
+            why = error.strerror or str(error)
+        msg = f"cannot write beside {self.dst}: {why}; choose another destination"
+        return OutputError(msg)
+
+    def _acquire(self) -> None:
+        """Take the lock; the system drops it when this process ends, however it ends."""
+        path = self.root / "lock"
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+                os.close(lock)
+                msg = (
+                    f"{self.dst} is being written by another converter ({holder or '?'}): "
+                    "wait for it, or stop it and run this again"
+                )
+                raise OutputError(msg) from error
+            # The holder may have finished, and removed the folder, between the two calls.
+            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+                break
+            os.close(lock)
+            self.root.mkdir(parents=True, exist_ok=True)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._lock = lock
+
+    def begin(self, plan: dict[str, Any]) -> bool:
+        """Go on with what an earlier run of the same plan left, or start anew.
+
+        Returns
+        -------
+        Whether there is something to go on with.
+        """
+        previous: dict[str, Any] = {}
+        if self._plan.exists():
+            try:
+                previous = json.loads(self._plan.read_text())
+            except ValueError:
+                previous = {"damaged": True}
+        if previous == plan:
+            return True
+        if previous:
+            changed = sorted(
+                k for k in plan.keys() | previous if previous.get(k) != plan.get(k)
+            )
+            self.notes.append(
+                "an unfinished conversion was started anew: changed since then: "
+                + ", ".join(changed)
+            )
+        for path in self.root.iterdir():
+            if path.name == "lock":
+                continue
+            remove(path)
+        self.store.mkdir()
+        part = self._plan.with_suffix(".part")
+        part.write_text(json.dumps(plan))
+        part.replace(self._plan)
+        return False
+
+    def journal(self) -> list[dict[str, Any]]:
+        """Return what was noted so far; a line cut short by a crash is left out."""
+        entries = []
+        if self._journal.exists():
+            for line in self._journal.read_bytes().split(b"\n"):
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue
+                entries.append(entry)
+        return entries
+
+    def note(self, entry: dict[str, Any]) -> None:
+        """Append one line to the journal."""
+        # Begins with a line break too, in case the last line was cut short.
+        line = b"\n" + json.dumps(entry).encode() + b"\n"
+        with self._journal.open("ab", buffering=0) as file:
+            file.write(line)
+
+    def scratch_name(self) -> Path:
+        """Return a file name that nobody else uses."""
+        self.scratch.mkdir(exist_ok=True)
+        return self.scratch / uuid.uuid4().hex
+
+    def publish(self, *, overwrite: bool) -> None:
+        """Make the finished store appear at its place, and remove the work folder.
+
+        Raises
+        ------
+        OutputError
+            Something has appeared there meanwhile and is not to be replaced.
+        """
+        sync_tree(self.store)
+        if not self.dst.exists():
+            self.store.rename(self.dst)
+        elif not overwrite:
+            msg = f"{self.dst} appeared during the conversion; remove it, or allow overwriting"
+            raise OutputError(msg)
+        elif not _exchange(self.store, self.dst):
+            old = self.root / "replaced"
+            self.dst.rename(old)
+            self.store.rename(self.dst)
+        sync_folder(self.dst.parent)
+        shutil.rmtree(self.root)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two paths in one step; False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    paths = (os.fsencode(a), os.fsencode(b))
+    return renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder written to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(path: Path) -> None:
+    """Have everything in a folder written to the disk."""
+    for folder, _, files in os.walk(path):
+        for name in files:
+            handle = os.open(os.path.join(folder, name), os.O_RDONLY)  # noqa: PTH118
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        sync_folder(Path(folder))
+
+
+def check_places(src: str, dst: Path, *, overwrite: bool) -> None:
+    """Refuse destinations that would harm the source or something else.
+
+    Raises
+    ------
+    ParameterError
+        The destination is the source, in it, or around it.
+    OutputError
+        The destination exists: without `overwrite`, or it is no store.
+    """
+    source = Path(src)
+    if dst == source:
+        msg = f"the destination is the source itself: {dst}"
+        raise ParameterError(msg)
+    if source in dst.parents:
+        msg = f"the destination {dst} lies inside the source {src}"
+        raise ParameterError(msg)
+    if dst in source.parents:
+        msg = f"the source {src} lies inside the destination {dst}"
+        raise ParameterError(msg)
+    if not os.path.lexists(dst):
+        return
+    if not overwrite:
+        msg = f"{dst} exists; choose another name, or allow overwriting it (--overwrite)"
+        raise OutputError(msg)
+    if not any((dst / name).exists() for name in ("zarr.json", ".zgroup", ".zmetadata")):
+        msg = f"{dst} exists and is no zarr store; it is not going to be overwritten"
+        raise OutputError(msg)
