@@ -9,8 +9,8 @@ file, and nothing is handed out that does not match it.
 
 from __future__ import annotations
 
-import ast
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -19,27 +19,26 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from scgpu_tasks.errors import OutputError
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 LAYOUT = 1
 """Version of the folder layout; part of every key."""
 
 _DRAFT = ".draft-"
+_ATTEMPTS = 20
+_PAUSE_S = 0.1
 _FOREIGN_DRAFT_AGE_S = 2 * 24 * 3600
-_PACKAGE = "scgpu_tasks"
-_PACKAGE_DIR = Path(__file__).parent
-# Messages and parsing of paths; neither can change a number.
-_NOT_NUMERIC = frozenset({f"{_PACKAGE}.errors", f"{_PACKAGE}.workdir"})
-_KERNEL_SOURCES = frozenset({".cu", ".cuh", ".h", ".hpp", ".cpp"})
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,26 @@ class WorkDir:
         The folder, or None where it is missing, incomplete or damaged.
         """
         return _verified(self.root / stage / key, stage, key)
+
+    def read(self, stage: str, key: str, reader: Callable[[StageFolder], T]) -> T | None:
+        """Find a stage's output and read it, also while a refresh elsewhere replaces it.
+
+        Parameters
+        ----------
+        reader
+            Reads the folder's files.
+
+        Returns
+        -------
+        What the reader returned, or None where there is no intact output.
+        """
+        for _ in range(_ATTEMPTS):
+            found = self.find(stage, key)
+            if found is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    return reader(found)
+            time.sleep(_PAUSE_S)
+        return None
 
     @contextlib.contextmanager
     def draft(self, stage: str) -> Iterator[Draft]:
@@ -174,25 +193,29 @@ class Draft:
             }
             text = json.dumps({**body, "checksum": _digest(body)}, indent=1)
             (self.path / MANIFEST).write_text(text)
-            for _ in range(5):
-                try:
-                    self.path.rename(final)
-                except OSError:
-                    if not final.exists():
-                        raise
-                else:
-                    break
-                if _verified(final, self.stage, key) is not None:
-                    break
-                _set_aside(final)
+            found = self._give_name(final, StageFolder(final, self.stage, key, *_texts(text)))
         except OSError as error:
             msg = f"cannot write the output of stage {self.stage} to {final}: {error.strerror}"
             raise OutputError(msg) from error
-        found = _verified(final, self.stage, key)
         if found is None:
-            msg = f"{final} was damaged or removed while it was being written; run again"
+            msg = f"{final} is being replaced over and over; see what else writes to it"
             raise OutputError(msg)
         return found
+
+    def _give_name(self, final: Path, mine: StageFolder) -> StageFolder | None:
+        for _ in range(_ATTEMPTS):
+            try:
+                self.path.rename(final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            else:
+                return mine
+            theirs = _verified(final, mine.stage, mine.key)
+            if theirs is not None:
+                return theirs
+            _set_aside(final)
+        return None
 
     def replace(
         self, key: str, *, inputs: Mapping[str, Any], summary: Mapping[str, Any]
@@ -259,73 +282,9 @@ def require_writable(path: str | os.PathLike[str], *, option: str) -> Path:
     return folder
 
 
-@functools.cache
-def code_version(*modules: str) -> str:
-    """Digest of the code that given modules run, whatever its comments and layout.
-
-    Follows imports of this package, those inside functions and by name included, and hashes
-    the syntax trees without docstrings. Device kernels kept in files of their own beside a
-    followed module count byte by byte.
-
-    Parameters
-    ----------
-    modules
-        Full names such as ``scgpu_tasks.stages.qc``.
-    """
-    todo, seen = list(modules), dict[str, str]()
-    while todo:
-        name = todo.pop()
-        if name in seen or name in _NOT_NUMERIC:
-            continue
-        path = _module_file(name)
-        if path is None:
-            continue
-        tree = ast.parse(path.read_bytes())
-        seen[name] = hashlib.sha256(ast.dump(_Bare().visit(tree)).encode()).hexdigest()
-        for extra in path.parent.iterdir():
-            if extra.suffix in _KERNEL_SOURCES:
-                seen[str(extra)] = hashlib.sha256(extra.read_bytes()).hexdigest()
-        todo.extend(_imported(tree, name))
-    return _digest(sorted(seen.values()))
-
-
-class _Bare(ast.NodeTransformer):
-    """Drop strings that stand alone: docstrings and notes on attributes."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            return None
-        return node
-
-
-def _module_file(name: str) -> Path | None:
-    if name != _PACKAGE and not name.startswith(f"{_PACKAGE}."):
-        return None
-    base = _PACKAGE_DIR.joinpath(*name.split(".")[1:])
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.is_file():
-            return path
-    return None
-
-
-def _imported(tree: ast.AST, module: str) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parent = module.rsplit(".", node.level)[0]
-                base = f"{parent}.{base}".rstrip(".")
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and node.value.startswith(f"{_PACKAGE}.")
-        ):
-            # A module loaded by name, as importlib takes it.
-            yield node.value.partition(":")[0]
+def _texts(manifest: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    body = json.loads(manifest)
+    return body["inputs"], body["summary"]
 
 
 def _digest(value: Any) -> str:
