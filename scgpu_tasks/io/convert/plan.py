@@ -24,7 +24,7 @@ _CONTAINERS = {
     "nullable-string-array",
     "awkward-array",
 }
-_SPARSE = {"csr_matrix": 0, "csc_matrix": 1}
+SPARSE = {"csr_matrix": 0, "csc_matrix": 1}
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class SparseItem:
     @property
     def major(self) -> int:
         """Rows of a CSR source, columns of a CSC source."""
-        return self.shape[_SPARSE[self.encoding]]
+        return self.shape[SPARSE[self.encoding]]
 
     @property
     def minor(self) -> int:
         """Columns of a CSR source, rows of a CSC source."""
-        return self.shape[1 - _SPARSE[self.encoding]]
+        return self.shape[1 - SPARSE[self.encoding]]
 
 
 @dataclass
@@ -137,7 +137,7 @@ def _walk(plan: Plan, source: Source, spec: ConvertSpec, path: str, at: str, nod
     is_group = hasattr(node, "keys")
     attrs = plain_attrs(node)
     version = attrs.get("encoding-version", "")
-    if is_group and kind in _SPARSE:
+    if is_group and kind in SPARSE:
         _plan_sparse(plan, spec, path, at, node)
     elif is_group and (kind in _CONTAINERS or (kind, version) == ("dataframe", "0.2.0")):
         if path == "raw" and not kind:

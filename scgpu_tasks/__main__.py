@@ -1,0 +1,109 @@
+"""Command line: ``scgpu-tasks check PATH`` and ``scgpu-tasks convert SRC DST``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Returns
+    -------
+    Exit code: 0 all well, 1 an error or a store that is not GPU-ready, 2 wrong usage, 130
+    interrupted.
+    """
+    from scgpu_tasks.errors import ScgpuError
+
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except ScgpuError as error:
+        print(f"scgpu-tasks: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("scgpu-tasks: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scgpu-tasks", description="Out-of-core single-cell steps on CPUs and GPUs."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="say what keeps a store from being read fast")
+    check.add_argument("path", help="zarr folder, zip, h5ad file, or a URL")
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.set_defaults(run=_check)
+    convert = commands.add_parser(
+        "convert", help="convert an AnnData store into one that a GPU reads fast"
+    )
+    convert.add_argument("src", help="zarr v2 or v3 (folder, zip, URL) or h5ad")
+    convert.add_argument("dst", help="the new zarr v3 store")
+    add_convert_options(convert)
+    convert.add_argument("--json", action="store_true", help="print the result as JSON")
+    convert.set_defaults(run=_convert)
+    return parser
+
+
+def add_convert_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a conversion to a parser."""
+    add = parser.add_argument
+    add("--overwrite", action="store_true", help="replace DST once the new store is complete")
+    add("--no-verify", action="store_true", help="do not read back and compare")
+    add("--csr", action="store_true", help="turn CSC matrices (X, raw/X, layers) into CSR")
+    add("--sort-indices", action="store_true", help="sort the indices within each row")
+    add("--sum-duplicates", action="store_true", help="sum values stored twice for one place")
+    add("--data-dtype", metavar="TYPE", help="type of X, raw/X and layers, such as float32")
+    add("--chunk-bytes", type=int, metavar="N", help="decoded size of a chunk (262144)")
+    add("--shard-bytes", type=int, metavar="N", help="decoded size of a shard (134217728)")
+    add("--level", type=int, metavar="N", help="zstd level (3)")
+    add("--workers", type=int, metavar="N", help="threads (one per processor)")
+
+
+def convert_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what `add_convert_options` read, as arguments of ``convert_zarr``."""
+    from scgpu_tasks.io.convert import ConvertSpec
+
+    names = ("csr", "sort_indices", "sum_duplicates")
+    chosen: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    for name in ("data_dtype", "chunk_bytes", "shard_bytes", "level"):
+        if getattr(arguments, name) is not None:
+            chosen[name] = getattr(arguments, name)
+    return {
+        "spec": ConvertSpec(**chosen),
+        "overwrite": arguments.overwrite,
+        "verify": not arguments.no_verify,
+        "workers": arguments.workers,
+    }
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from scgpu_tasks.io.check import check
+
+    report = check(arguments.path)
+    print(json.dumps(report.to_json(), indent=1) if arguments.json else report)
+    return 0 if report.ok else 1
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from scgpu_tasks.io.convert import convert_zarr
+    from scgpu_tasks.io.convert.bar import progress_bar
+
+    with progress_bar(enabled=not arguments.json) as report:
+        result = convert_zarr(
+            arguments.src, arguments.dst, progress=report, **convert_options(arguments)
+        )
+    print(json.dumps(result.to_json(), indent=1) if arguments.json else result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
