@@ -97,6 +97,15 @@ def _middle(values: pd.Series, kept: pd.Series) -> str:
     return words.count(float(f"{middle:.4g}")) if np.isfinite(middle) else "–"
 
 
+def _kept_range(bounds: qc_figures.Bounds, unit: str) -> str:
+    low, high = (None if b is None else words.count(float(f"{b:.4g}")) for b in bounds)
+    if low is not None and high is not None:
+        return f"Threshold: {low} to {high}{unit}. "
+    if low is not None:
+        return f"Threshold: at least {low}{unit}. "
+    return f"Threshold: at most {high}{unit}. " if high is not None else ""
+
+
 def _histograms(cells: pd.DataFrame, limits: Limits) -> list[dict[str, str]]:
     kept = cells["passed_qc"].to_numpy(dtype=bool)
     shown: list[tuple[str, str, str, qc_figures.Bounds, bool]] = [
@@ -118,7 +127,8 @@ def _histograms(cells: pd.DataFrame, limits: Limits) -> list[dict[str, str]]:
             values.to_numpy(), kept, name=f"hist{number}", label=label, bounds=bounds, log=log
         )
         unit = " %" if label.startswith("%") else ""
-        caption = f"Median of the kept cells: {_middle(values, cells['passed_qc'])}{unit}"
+        middle = _middle(values, cells["passed_qc"])
+        caption = f"{_kept_range(bounds, unit)}Median of the kept cells: {middle}{unit}."
         figures.append({"title": title, "svg": svg, "caption": caption})
     return figures
 

@@ -38,10 +38,10 @@ _VARIABLES = {
     REMOVED: "var(--removed)",
 }
 
-# Points drawn as pixels keep their colour; these are told apart with any colour vision (Okabe
-# and Ito's set, then Tol's), and stand out from white and from near-black.
+# Points drawn as pixels keep their colour; these are told apart with any colour vision (after
+# Okabe and Ito, then Tol), and stand out from white and from near-black.
 CATEGORICAL = (
-    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a300", "#7a5fc0",
+    "#2a86c8", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a300", "#7a5fc0",
     "#999933", "#44aa99", "#aa4499", "#882255", "#88ccee", "#bb8866", "#117733", "#ddcc77",
 )  # fmt: skip
 OTHER = "#8f959e"
@@ -52,16 +52,16 @@ _STYLE: dict[str, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.labelcolor": INK,
-    "axes.labelsize": 9,
+    "axes.labelsize": 10,
     "axes.linewidth": 0.8,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.facecolor": "none",
     "font.family": "sans-serif",
-    "font.size": 9,
+    "font.size": 10,
     "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "legend.fontsize": 8.5,
+    "legend.fontsize": 9.5,
     "legend.frameon": False,
     "legend.labelcolor": INK,
     "savefig.facecolor": "none",
@@ -71,24 +71,24 @@ _STYLE: dict[str, Any] = {
     "text.usetex": False,
     "xtick.color": MUTED,
     "xtick.labelcolor": INK,
-    "xtick.labelsize": 8.5,
+    "xtick.labelsize": 9.5,
     "ytick.color": MUTED,
     "ytick.labelcolor": INK,
-    "ytick.labelsize": 8.5,
+    "ytick.labelsize": 9.5,
 }
 # matplotlib's settings are global to the process: one figure at a time, settings put back.
 _LOCK = threading.Lock()
 
 
 @contextmanager
-def panel(width: float = 4.4, height: float = 3.1) -> Iterator[tuple[Figure, Axes]]:
+def panel(width: float = 4.2, height: float = 3.0) -> Iterator[tuple[Figure, Axes]]:
     """Give a figure with one pair of axes in the report's style; sizes in inches."""
     with _LOCK, matplotlib.rc_context(_settings()):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, figure.add_subplot()
 
 
-def _settings() -> dict[str, Any]:
+def _settings() -> Any:
     # The user's own style file must not change the report; the backend is none of ours.
     defaults = {k: v for k, v in matplotlib.rcParamsDefault.items() if k != "backend"}
     return defaults | _STYLE
@@ -129,7 +129,7 @@ def number_axis(axis: Any, *, power: bool = False, ticks: int = 5) -> None:
         axis.set_ticks(positions)
         axis.set_major_formatter(FuncFormatter(lambda x, _: words.short(round(10**x, 6))))
         return
-    axis.set_major_locator(MaxNLocator(ticks))
+    axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(words.short))
 
 

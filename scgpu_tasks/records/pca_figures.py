@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from scgpu_tasks.records import draw, words
@@ -14,6 +15,7 @@ from scgpu_tasks.records import draw, words
 POINTS = 40_000
 SHOWN_CATEGORIES = 16
 NUMBERED_UP_TO = 16
+LABEL_DISTANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def scree(variance_ratio: NDArray[Any]) -> str:
         ax.set_ylim(0, max(float(share.max(initial=0)) * 1.08, 1e-9))
         ax.grid(visible=False, axis="x")
         draw.number_axis(ax.yaxis)
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         total = ax.twinx()
         total.plot(number, np.cumsum(share), color=draw.REMOVED, linewidth=1.8, label="total")
         total.set(ylabel="% in total")
@@ -141,7 +143,7 @@ def components(
     """
     rows = draw.sample(len(X_pca), POINTS)
     points = np.asarray(X_pca[rows][:, list(pair)], dtype=np.float64)
-    with draw.panel(height=3.9) as (figure, ax):
+    with draw.panel(height=3.6) as (figure, ax):
         colours: Any = draw.CATEGORICAL[0]
         if colouring is not None:
             palette = [c.colour for c in colouring.categories] + [draw.OTHER]
@@ -168,10 +170,17 @@ def _number_groups(
     named = [c for c in categories if c.number]
     if len(named) > NUMBERED_UP_TO or not _lie_apart(points, codes, len(named)):
         return
+    extent = np.maximum(np.ptp(points, axis=0), 1e-12)
+    placed: list[NDArray[Any]] = []
     for category in named:
         mine = points[codes == category.number - 1]
-        if len(mine):
-            x, y = np.median(mine, axis=0)
+        if not len(mine):
+            continue
+        middle = np.median(mine, axis=0)
+        # The largest come first; a smaller one in the same place would hide their number.
+        if all(np.hypot(*((middle - other) / extent)) > LABEL_DISTANCE for other in placed):
+            placed.append(middle)
+            x, y = middle
             ax.text(
                 x, y, str(category.number), ha="center", va="center", fontsize=8,
                 fontweight="bold",

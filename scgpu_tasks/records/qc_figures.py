@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from numpy.typing import NDArray
 
 from scgpu_tasks.records import draw, words
@@ -51,7 +51,8 @@ def histogram(
     scale = np.log10(values + 1) if log else values
     cuts = [b for b in bounds if b is not None and np.isfinite(b)]
     shown = [np.log10(b + 1) if log else b for b in cuts]
-    low, high = draw.span(np.append(scale[:0], [scale.min(), scale.max(), *shown]), 0.02)
+    ends = np.array([scale.min(), scale.max(), *shown], dtype=np.float64)
+    low, high = draw.span(ends, 0.02)
     if low < 0 <= scale.min():
         low = 0.0
     edges = np.linspace(low, high, BINS + 1)
@@ -62,7 +63,7 @@ def histogram(
         ax.stairs(kept_cells, edges, fill=True, color=draw.KEPT, label="kept")
         draw.threshold_lines(ax, shown)
         ax.set(xlabel=label, ylabel="cells", xlim=(low, high))
-        ax.set_ylim(0, max(1, all_cells.max()) * 1.08)
+        ax.set_ylim(0, max(1, int(all_cells.max())) * 1.08)
         ax.grid(visible=False, axis="x")
         if log:
             _one_plus_ticks(ax, low, high)
@@ -152,8 +153,10 @@ def _grid_figure(
     bounds: tuple[Bounds, Bounds],
     description: str,
 ) -> str:
-    colours = matplotlib.colormaps["viridis"].resampled(256)
-    with draw.panel(height=3.4) as (figure, ax):
+    # Without the ends, which a dark or a white page would swallow.
+    middle = matplotlib.colormaps["viridis"](np.linspace(0.12, 0.97, 256))
+    colours = ListedColormap(middle)
+    with draw.panel(height=3.3) as (figure, ax):
         shown = ax.imshow(
             np.ma.masked_invalid(image),
             origin="lower",
@@ -189,8 +192,10 @@ def variable_genes(genes: pd.DataFrame) -> str | None:
     if log:
         shown &= x > 0
         x = np.log10(np.where(x > 0, x, 1))
-    label = "dispersion, normalised" if found == "dispersions_norm" else "variance, standardised"
-    with draw.panel(height=3.4) as (figure, ax):
+    label = (
+        "dispersion, normalised" if found == "dispersions_norm" else "variance, standardised"
+    )
+    with draw.panel(height=3.3) as (figure, ax):
         for rows, colour, text in (
             (shown & ~chosen, draw.OTHER, "other genes"),
             (shown & chosen, draw.CATEGORICAL[0], "highly variable"),

@@ -32,11 +32,11 @@ _ADVICE = {
     "StoreError": "Check that --store and --source name an existing store that you may read.",
     "FormatError": "Run `python -m scgpu_tasks check STORE` to see what in the store is in the "
     "way, and convert it with --source where it says so.",
-    "DataError": "QC needs raw counts. If the store keeps them in a layer, name it with --layer.",
+    "DataError": "QC needs raw counts. If the store keeps them in a layer, name it: --layer.",
     "ParameterError": "Change the option that the message names and run the command again.",
     "OutputError": "Choose another folder with --out, or make room on the disk.",
-    "CorruptChunkError": "The file on disk is damaged. Copy the store again, or convert it again "
-    "from its source.",
+    "CorruptChunkError": "The file on disk is damaged. Copy the store again, or convert it "
+    "again from its source.",
     "ClusterError": "Start with fewer --workers, or check the address given with --scheduler.",
     "MissingPackageError": "Install what the message names, or run with --device cpu.",
     "MemoryError": "Use smaller blocks (--chunks 5000) or fewer --workers.",
@@ -170,7 +170,9 @@ def _tiles(run: Mapping[str, Any], found: Findings | None) -> list[dict[str, str
         tiles.append({"value": words.count(found.pca.X_pca.shape[1]), "label": label})
     for column, label in (("n_genes_by_counts", "genes"), ("total_counts", "counts")):
         middle = float(pd.Series(cells[column].to_numpy()[kept]).median())
-        tiles.append({"value": words.count(round(middle)), "label": f"{label} in a median cell"})
+        tiles.append(
+            {"value": words.count(round(middle)), "label": f"{label} in a median cell"}
+        )
     if store.get("stored_bytes"):
         label = "counts on disk"
         if store.get("nnz"):

@@ -49,7 +49,7 @@ class ErrorEntry(TypedDict, total=False):
 
 
 class Run(TypedDict, total=False):
-    """Content of run.json. Times are ISO 8601 with an offset, durations seconds, sizes bytes."""
+    """Content of run.json: times in ISO 8601 with an offset, durations in s, sizes in bytes."""
 
     flow: str
     run_id: str
