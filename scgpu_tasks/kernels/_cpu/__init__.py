@@ -1,0 +1,1 @@
+"""CPU forms: Numba loops that release the GIL, one thread each."""

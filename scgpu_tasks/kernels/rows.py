@@ -1,0 +1,93 @@
+"""CSR rows as bare arrays: what every kernel takes, and how other forms become it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scgpu_tasks.errors import FormatError
+from scgpu_tasks.kernels._dispatch import form
+
+
+class Rows(NamedTuple):
+    """Some rows of a matrix in CSR form.
+
+    `indices` and `data` keep their stored types; `indptr` starts at 0. Indices may be unsorted,
+    repeated within a row, or point to explicit zeros, unless a function says otherwise.
+    """
+
+    indptr: Any
+    indices: Any
+    data: Any
+    n_cols: int
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return len(self.indptr) - 1
+
+
+class RowOrder(NamedTuple):
+    """What one look at the indices tells."""
+
+    in_range: bool
+    canonical: bool
+
+
+# Types that kernels are compiled for; others are cast to the next that holds all their values.
+_INDEX_TYPES = (np.uint16, np.int32, np.int64)
+_DATA_TYPES = (np.uint8, np.uint16, np.int32, np.int64, np.float32, np.float64)
+
+
+def make_rows(indptr: Any, indices: Any, data: Any, n_cols: int) -> Rows:
+    """Rows in types that the kernels are compiled for; no copy where they already are.
+
+    Raises
+    ------
+    FormatError
+        The parts do not make a CSR matrix.
+    """
+    indptr = indptr.astype(np.int64, copy=False)
+    nnz = len(data)
+    if (
+        len(indices) != nnz
+        or indptr[0] != 0
+        or indptr[-1] != nnz
+        or (np.diff(indptr) < 0).any()
+    ):
+        msg = (
+            f"indptr must rise from 0 to the number of stored values, but it goes from "
+            f"{indptr[0]} to {indptr[-1]} over {len(indices)} indices and {nnz} values"
+        )
+        raise FormatError(msg)
+    indices = _as_kernel_type(indices, _INDEX_TYPES)
+    return Rows(indptr, indices, _as_kernel_type(data, _DATA_TYPES), int(n_cols))
+
+
+def row_order(rows: Rows) -> RowOrder:
+    """Whether all indices are columns, and whether they strictly rise within each row."""
+    return form(rows.data, "rows").row_order(rows)
+
+
+def canonical_rows(rows: Rows) -> Rows:
+    """Make indices rise strictly within each row; repeated entries are summed.
+
+    Sums are in int64 or float64. The input is not changed.
+    """
+    return form(rows.data, "rows").canonical_rows(rows)
+
+
+def dense_rows(values: Any) -> Rows:
+    """Non-zero values (NaN included) of a dense block, in CSR form."""
+    return form(values, "rows").dense_rows(values)
+
+
+def _as_kernel_type(array: Any, types: tuple[type, ...]) -> Any:
+    if array.dtype.newbyteorder("=") in [np.dtype(kind) for kind in types]:
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+    for kind in types:
+        if np.can_cast(array.dtype, kind, "safe"):
+            return array.astype(kind)
+    # Left: uint64 and extended floats. Values beyond the last type come out as invalid.
+    return array.astype(types[-1])

@@ -1,0 +1,327 @@
+"""Visits every row block of a matrix and folds what the visits return, in a fixed order.
+
+Blocks are grouped into spans, by their number alone; one task makes the partial of one span,
+and partials are folded in the order of the spans. So the result has the same bytes for any
+number of threads and workers. Only a few spans are under way or waiting to be folded at a time,
+which bounds the memory.
+
+Tasks run on the current Dask client, if there is one, else on threads of this process. A matrix
+in this process's memory is always visited by threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from threadpoolctl import threadpool_limits
+
+from scgpu_tasks.kernels.rows import Rows
+from scgpu_tasks.stages.sources import BlockSource, DaskBlocks, MemoryBlocks, block_rows
+
+Progress = Callable[[int, int], None]
+# At most about twice as many spans, however long the matrix.
+_SPANS = 64
+# Spans that may be under way or wait their turn, beyond one for each thread.
+_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive blocks that one task visits."""
+
+    number: int
+    bounds: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """First row."""
+        return self.bounds[0]
+
+    @property
+    def stop(self) -> int:
+        """Row after the last."""
+        return self.bounds[-1]
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.bounds) - 1
+
+
+class SpanTask(Protocol):
+    """Work on the blocks of one span; picklable, with no more data than the span needs."""
+
+    prefer: str | None
+    """Address of the worker that had better run it, if any."""
+
+    def recall(self) -> bool:
+        """Do the work on rows that an earlier task held; False if they must be read."""
+
+    def visit(self, rows: Rows, start: int) -> None:
+        """Take in rows that begin at row `start` of the matrix."""
+
+    def result(self) -> Any:
+        """Hand over what was made of the rows, once all were visited."""
+
+
+@dataclass
+class Visit:
+    """What a task hands back: its result, what it read, and which worker ran it."""
+
+    value: Any
+    blocks_read: int
+    stored_bytes: int
+    where: str | None = None
+
+
+def spans_of(source: BlockSource) -> list[Span]:
+    """Spans of a matrix; they depend on its blocks only."""
+    bounds = [int(bound) for bound in source.bounds]
+    n_blocks = len(bounds) - 1
+    length = max(1, n_blocks // _SPANS)
+    firsts = range(0, n_blocks, length)
+    return [
+        Span(number, tuple(bounds[first : min(first + length, n_blocks) + 1]))
+        for number, first in enumerate(firsts)
+    ]
+
+
+def run_span(source: BlockSource, span: Span, task: SpanTask, *blocks: Any) -> Visit:
+    """Visit the blocks of a span; on a worker, or in a thread.
+
+    Parameters
+    ----------
+    blocks
+        The span's blocks, where they are computed already; else `source` reads them.
+    """
+    stored = 0
+    if task.recall():
+        return Visit(task.result(), 0, 0)
+    for i in range(span.n_blocks):
+        start, stop = span.bounds[i], span.bounds[i + 1]
+        with _naming_rows(start, stop):
+            block = blocks[i] if blocks else source.read(start, stop)
+            stored += int(getattr(block, "stored_bytes", 0))
+            at = start
+            for rows in block_rows(block, source.shape[1]):
+                task.visit(rows, at)
+                at += rows.n_rows
+            del block
+    return Visit(task.result(), span.n_blocks, stored)
+
+
+@contextlib.contextmanager
+def _naming_rows(start: int, stop: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in rows {start}:{stop} of the matrix")
+        raise
+
+
+class Engine:
+    """Runs tasks over the spans of one matrix. Use it as a context manager.
+
+    Parameters
+    ----------
+    source
+        The matrix.
+    workers
+        Number of threads where there is no Dask client. Default: one for each CPU that this
+        process may use.
+    progress
+        Called with the number of blocks visited and the number to visit.
+    passes
+        How many times the matrix will be visited, for `progress`.
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        *,
+        workers: int | None = None,
+        progress: Progress | None = None,
+        passes: int = 1,
+    ) -> None:
+        self.source = source
+        self.spans = spans_of(source)
+        self.workers = workers
+        self.stored_bytes = 0
+        self.n_blocks = sum(span.n_blocks for span in self.spans)
+        self._progress = progress
+        self._total = self.n_blocks * passes
+        self._done = 0
+        self._read = 0
+        self._stack = contextlib.ExitStack()
+        self._pool: _Threads | _Cluster
+
+    def __enter__(self) -> Engine:
+        client = None if isinstance(self.source, MemoryBlocks) else _current_client(self._stack)
+        if client is not None and self.workers is None:
+            self._pool = _Cluster(client)
+        else:
+            self._pool = _Threads(self.workers or len(os.sched_getaffinity(0)))
+            # A product's bytes depend on how many threads BLAS cuts it for.
+            self._stack.enter_context(threadpool_limits(1))
+            self._stack.callback(self._pool.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def fold(
+        self,
+        task_of: Callable[[Span], SpanTask],
+        merge: Callable[[Span, Any, str | None], None],
+        spans: Sequence[Span] | None = None,
+    ) -> None:
+        """Visit all spans, or some, and hand each one's result to `merge`, in order.
+
+        Parameters
+        ----------
+        task_of
+            Makes the task of a span, just before it starts.
+        merge
+            Takes a span, its task's result and the address of the worker that ran it (None for
+            a thread); runs in the calling thread.
+        spans
+            Default: all.
+        """
+        waiting: list[tuple[Span, Any]] = []
+        queue = iter(self.spans if spans is None else spans)
+        room = self._pool.size + _AHEAD
+        try:
+            while True:
+                while len(waiting) < room and (span := next(queue, None)) is not None:
+                    future = self._pool.submit(self.source, span, task_of(span))
+                    waiting.append((span, future))
+                if not waiting:
+                    return
+                span, future = waiting.pop(0)
+                try:
+                    visit: Visit = future.result()
+                finally:
+                    self._pool.forget(future)
+                del future
+                self._count(span, visit)
+                merge(span, visit.value, visit.where)
+                del visit
+        finally:
+            for _, future in waiting:
+                self._pool.forget(future)
+
+    @property
+    def passes(self) -> float:
+        """How many times the matrix was read so far."""
+        return self._read / max(self.n_blocks, 1)
+
+    @property
+    def can_hold(self) -> bool:
+        """Whether a task may leave rows in its process for a later task of the same span."""
+        return self._pool.can_reread or not isinstance(self.source, DaskBlocks)
+
+    def on_exit(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function in every process that runs tasks, when the engine stops."""
+        self._stack.callback(self._pool.everywhere, function, *arguments)
+
+    def _count(self, span: Span, visit: Visit) -> None:
+        self.stored_bytes += visit.stored_bytes
+        self._read += visit.blocks_read
+        self._done += span.n_blocks
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+class _Threads:
+    can_reread = True
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pool = ThreadPoolExecutor(size, thread_name_prefix="scgpu-blocks")
+
+    def submit(self, source: BlockSource, span: Span, task: SpanTask) -> Future[Visit]:
+        return self._pool.submit(run_span, source, span, task)
+
+    def forget(self, future: Future[Visit]) -> None:
+        future.cancel()
+
+    def everywhere(self, function: Callable[..., object], *arguments: Any) -> None:
+        function(*arguments)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Cluster:
+    # A worker cannot compute another block of a Dask array by itself.
+    can_reread = False
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.size = max(1, sum(client.nthreads().values()))
+
+    def submit(self, source: BlockSource, span: Span, task: SpanTask) -> Any:
+        blocks: list[Any] = []
+        light: Any = source
+        if isinstance(source, DaskBlocks):
+            bounds = span.bounds
+            blocks = self._client.compute(
+                [source.block(bounds[i], bounds[i + 1]) for i in range(span.n_blocks)]
+            )
+            light = _Shape(source.shape)
+        return self._client.submit(
+            run_span_alone,
+            light,
+            span,
+            task,
+            *blocks,
+            pure=False,
+            workers=[task.prefer] if task.prefer else None,
+            allow_other_workers=task.prefer is not None,
+        )
+
+    def everywhere(self, function: Callable[..., object], *arguments: Any) -> None:
+        self._client.run(function, *arguments)
+
+    def forget(self, future: Any) -> None:
+        if not future.done():
+            future.cancel()
+        future.release()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    shape: tuple[int, int]
+
+
+def run_span_alone(source: Any, span: Span, task: SpanTask, *blocks: Any) -> Visit:
+    """`run_span` in a worker process, with BLAS on one thread."""
+    from distributed import get_worker
+
+    with threadpool_limits(1):
+        visit = run_span(source, span, task, *blocks)
+    visit.where = get_worker().address
+    return visit
+
+
+def _current_client(stack: contextlib.ExitStack) -> Any:
+    """Find the Dask client to use; inside a worker's task, one that gives its thread free."""
+    if "distributed" not in sys.modules:
+        # Nobody can have made a client.
+        return None
+    from distributed import Client, get_worker, worker_client
+
+    try:
+        get_worker()
+    except ValueError:
+        try:
+            return Client.current()
+        except ValueError:
+            return None
+    return stack.enter_context(worker_client())

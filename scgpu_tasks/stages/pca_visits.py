@@ -1,0 +1,166 @@
+"""What PCA does to each block: its share of the Gram matrix, and its cells' scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scgpu_tasks.kernels.gram import gram_add
+from scgpu_tasks.kernels.project import project
+from scgpu_tasks.kernels.rows import Rows
+from scgpu_tasks.kernels.select import pack, select
+from scgpu_tasks.kernels.transform import Transform
+from scgpu_tasks.stages import held
+
+
+@dataclass
+class Chosen:
+    """The chosen genes of the kept cells of a span.
+
+    Attributes
+    ----------
+    start
+        First row of the span.
+    keep, factors
+        Of the cells of the span: whether it is kept, what the transform multiplies it by.
+    position
+        int32, shape (genes,): column of each gene in the Gram matrix, or -1.
+    n_genes
+        Number of columns of the Gram matrix.
+    transform
+        Applied to each value.
+    key
+        Run and span, under which rows are held from one visit to the next.
+    scratch
+        Folder for rows that do not fit into memory.
+    """
+
+    start: int
+    keep: np.ndarray
+    factors: np.ndarray
+    position: np.ndarray
+    n_genes: int
+    transform: Transform
+    key: held.Key
+    scratch: str | None
+
+    def of(self, rows: Rows, start: int) -> tuple[Rows, np.ndarray]:
+        """Kept rows over the chosen genes, and their factors."""
+        part = slice(start - self.start, start - self.start + rows.n_rows)
+        keep = self.keep[part]
+        return select(rows, keep, self.position, self.n_genes), self.factors[part][keep]
+
+
+@dataclass
+class GramPart:
+    """A span's share of the Gram matrix, in the form that `kernels.gram` works in.
+
+    `held` says whether the process that made it holds the span's chosen genes.
+    """
+
+    gram: np.ndarray
+    sums: np.ndarray
+    held: bool
+
+
+class SumGram:
+    """Gram matrix of the chosen genes over the kept cells of a span.
+
+    Parameters
+    ----------
+    chosen
+        Cells and genes.
+    n_dense
+        Number of leading columns that are worked on as dense.
+    hold
+        Whether to hold the chosen genes for `ProjectRows`, if there is room.
+    """
+
+    prefer: str | None = None
+
+    def __init__(self, chosen: Chosen, n_dense: int, *, hold: bool) -> None:
+        self.chosen = chosen
+        self.n_dense = n_dense
+        self.hold = hold
+        self._packed: list[Rows] = []
+        self._part: GramPart | None = None
+
+    def recall(self) -> bool:
+        """See `SpanTask`."""
+        return False
+
+    def visit(self, rows: Rows, start: int) -> None:
+        """See `SpanTask`."""
+        if self._part is None:
+            self._part = self._zeros()
+        some, factors = self.chosen.of(rows, start)
+        part = self._part
+        gram_add(some, factors, self.chosen.transform, self.n_dense, part.gram, part.sums)
+        if self.hold:
+            self._packed.append(pack(some))
+
+    def result(self) -> GramPart:
+        """See `SpanTask`."""
+        part = self._part or self._zeros()
+        if self.hold:
+            part.held = held.hold(self.chosen.key, self._packed, self.chosen.scratch)
+        return part
+
+    def _zeros(self) -> GramPart:
+        n = self.chosen.n_genes
+        return GramPart(np.zeros((n, n)), np.zeros(n), held=False)
+
+
+class ProjectRows:
+    """Scores of the kept cells of a span.
+
+    Parameters
+    ----------
+    chosen
+        Cells and genes.
+    components
+        float64, shape (columns, components), in the order of the Gram matrix.
+    offset
+        float64, shape (components,): scores of the mean cell.
+    prefer
+        Address of the worker that holds the chosen genes.
+    """
+
+    def __init__(
+        self,
+        chosen: Chosen,
+        components: np.ndarray,
+        offset: np.ndarray,
+        prefer: str | None,
+    ) -> None:
+        self.chosen = chosen
+        self.components = components
+        self.offset = offset
+        self.prefer = prefer
+        self._scores: list[np.ndarray] = []
+
+    def recall(self) -> bool:
+        """See `SpanTask`."""
+        pieces = held.recall(self.chosen.key, self.chosen.scratch)
+        if pieces is None:
+            return False
+        factors = self.chosen.factors[self.chosen.keep]
+        at = 0
+        for rows in pieces:
+            self._project(rows, factors[at : at + rows.n_rows])
+            at += rows.n_rows
+        return True
+
+    def visit(self, rows: Rows, start: int) -> None:
+        """See `SpanTask`."""
+        self._project(*self.chosen.of(rows, start))
+
+    def _project(self, rows: Rows, factors: np.ndarray) -> None:
+        scores = np.empty((rows.n_rows, len(self.offset)), np.float32)
+        project(rows, factors, self.chosen.transform, self.components, self.offset, scores)
+        self._scores.append(scores)
+
+    def result(self) -> np.ndarray:
+        """See `SpanTask`."""
+        return np.concatenate(self._scores)

@@ -1,0 +1,399 @@
+"""QC metrics, filters and highly variable genes of counts, in as few reads as can be.
+
+With fixed thresholds and a fixed target sum, one visit of each block finds everything. Filters
+by median absolute deviations and a median target sum need all cells before any gene moment, so
+they take one visit more; so does ``seurat_v3``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from scgpu_tasks.errors import DataError, FormatError, ParameterError
+from scgpu_tasks.kernels.transform import Transform
+from scgpu_tasks.specs import HVGSpec, QCSpec
+from scgpu_tasks.stages import filters, hvg, tables
+from scgpu_tasks.stages.engine import Engine, Progress, Span
+from scgpu_tasks.stages.gene_sets import GeneSets, find_gene_sets
+from scgpu_tasks.stages.qc_visits import (
+    CellPart,
+    CellPlan,
+    ClipGenes,
+    GenePart,
+    MeasureCells,
+    Problem,
+    QCPart,
+    SumGenes,
+    cell_factors,
+)
+from scgpu_tasks.stages.sources import BlockSource, as_source
+
+
+@dataclass
+class QCResult:
+    """What QC leaves.
+
+    Attributes
+    ----------
+    cells
+        Every cell, by name: scanpy's obs metrics and ``passed_qc``.
+    genes
+        Every gene, by name: scanpy's var metrics, ``n_cells_kept`` (kept cells that express
+        it), ``passed_qc``, ``highly_variable`` and the columns of the HVG flavour; the latter
+        are NaN for genes that did not pass.
+    summary
+        Counts, thresholds used, what each filter removed, target sum, passes over X, stored
+        bytes read, notes; JSON-serialisable.
+    """
+
+    cells: pd.DataFrame
+    genes: pd.DataFrame
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def run_qc(
+    source: Any,
+    obs: pd.DataFrame,
+    var: pd.DataFrame,
+    qc: QCSpec,
+    hvg: HVGSpec,
+    *,
+    gene_lists: Mapping[str, Iterable[str]] | None = None,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> QCResult:
+    """Measure cells and genes, filter them, and choose the highly variable genes.
+
+    Parameters
+    ----------
+    source
+        Counts, cells by genes: `RowBlocks`, a Dask array, a SciPy sparse matrix or a NumPy
+        array. Never changed.
+    obs, var
+        Names and annotations of the cells and genes.
+    qc
+        Metrics and filters.
+    hvg
+        Normalisation and choice of genes.
+    gene_lists
+        Further gene sets to measure, as lists of gene names.
+    progress
+        Called with blocks done and blocks to do.
+    workers
+        Number of threads where no Dask client is in use. Default: one for each CPU.
+
+    Raises
+    ------
+    ParameterError
+        A parameter does not fit this matrix, or no cell passes.
+    DataError
+        X holds values that are not counts.
+    FormatError
+        The parts do not belong together.
+    """
+    run = _Run(as_source(source), obs, var, qc, hvg, gene_lists or {})
+    with Engine(run.source, workers=workers, progress=progress, passes=run.passes) as engine:
+        run.measure(engine)
+        run.choose_cells()
+        if not run.fused:
+            run.sum_genes(engine)
+        run.choose_genes()
+        run.choose_variable(engine)
+        return run.result(engine)
+
+
+class _Run:
+    """One run of QC: each method is a step, in order."""
+
+    def __init__(
+        self,
+        source: BlockSource,
+        obs: pd.DataFrame,
+        var: pd.DataFrame,
+        qc: QCSpec,
+        hvg_spec: HVGSpec,
+        gene_lists: Mapping[str, Iterable[str]],
+    ) -> None:
+        self.source, self.obs, self.var = source, obs, var
+        self.qc, self.hvg = qc, hvg_spec
+        self._check()
+        self.sets: GeneSets = find_gene_sets(var, qc.qc_vars, gene_lists)
+        self.notes = list(self.sets.notes)
+        self.mt_set = self.sets.names.index("mt") if "mt" in self.sets.names else None
+        if qc.max_pct_mt is not None and self.mt_set is None and not qc.mad:
+            self.notes.append("max_pct_mt was not applied: 'mt' is not among qc_vars")
+        if qc.mad:
+            self.notes.append("mad: limits from medians replace the fixed cell thresholds")
+        tops = {*qc.percent_top, *((filters.MAD_TOP,) if qc.mad else ())}
+        self.tops = tuple(sorted(top for top in tops if top <= len(var)))
+        self.groups, self.categories = _groups(obs, hvg_spec.batch_key)
+        self.fused = not qc.mad and hvg_spec.target_sum is not None
+        self.passes = 1 + (not self.fused) + (hvg_spec.flavor == "seurat_v3")
+        self.moments = GenePart()
+        self.transform = {
+            "seurat": Transform.SCALE,
+            "cell_ranger": Transform.LOG1P,
+            "seurat_v3": Transform.IDENTITY,
+        }[hvg_spec.flavor]
+
+    def _check(self) -> None:
+        n_cells, n_genes = self.source.shape
+        for name, table, n in (("obs", self.obs, n_cells), ("var", self.var, n_genes)):
+            if len(table) != n:
+                msg = f"{name} has {len(table)} rows, but X is {n_cells} x {n_genes}"
+                raise FormatError(msg)
+        if n_cells == 0 or n_genes == 0:
+            msg = f"X is {n_cells} x {n_genes}: there is nothing to measure"
+            raise DataError(msg)
+        too_many = [top for top in self.qc.percent_top if top > n_genes]
+        if too_many:
+            msg = f"percent_top {too_many[0]} is more than the {n_genes} genes of this store"
+            raise ParameterError(msg)
+
+    def measure(self, engine: Engine) -> None:
+        """First visit: cell metrics, and gene moments if the filters are fixed."""
+        n = self.source.shape[0]
+        self.measured = CellPart(
+            np.zeros(n, np.int64),
+            np.zeros(n),
+            np.zeros((n, len(self.sets.names))),
+            np.zeros((n, len(self.tops))),
+        )
+        plan = CellPlan(
+            self.sets.bits(),
+            len(self.sets.names),
+            self.tops,
+            self.qc.expect_counts,
+            self.mt_set,
+            partial(_passes, self.qc) if self.fused else None,
+        )
+        target = self.hvg.target_sum if self.hvg.target_sum is not None else 1.0
+
+        def task(span: Span) -> MeasureCells:
+            groups = self.groups[span.start : span.stop]
+            return MeasureCells(plan, span.start, groups, target, self.transform)
+
+        engine.fold(task, self._take_cells)
+
+    def _take_cells(self, span: Span, part: QCPart, _: str | None) -> None:
+        if part.problem is not None or part.cells is None:
+            raise _not_counts(part.problem, self.obs, self.var)
+        rows = slice(span.start, span.stop)
+        for name, values in vars(part.cells).items():
+            getattr(self.measured, name)[rows] = values
+        self.moments.add(part.genes)
+
+    def choose_cells(self) -> None:
+        """Apply the cell filters; fix the target sum."""
+        self.metrics = tables.cell_metrics(self.measured, self.sets.names, self.tops)
+        if self.qc.mad:
+            self.failures, limits = filters.mad_failures(self.metrics)
+            self.thresholds: dict[str, Any] = {"mad": limits}
+        else:
+            self.failures = filters.fixed_failures(self.qc, self.metrics)
+            self.thresholds = {name: getattr(self.qc, name) for name in self.failures}
+        self.keep = ~_any(self.failures, len(self.obs))
+        if not self.keep.any():
+            raise _nothing_passes(self.failures, self.metrics)
+        counted = self.measured.total[self.keep & (self.measured.total > 0)]
+        self.target_sum = self.hvg.target_sum
+        if self.target_sum is None:
+            if not len(counted):
+                msg = "target_sum=None takes the median total, but no kept cell has counts"
+                raise ParameterError(msg)
+            self.target_sum = float(np.median(counted))
+        if self.qc.min_cells is not None:
+            self.thresholds["min_cells"] = self.qc.min_cells
+
+    def sum_genes(self, engine: Engine) -> None:
+        """Second visit, where the filters or the target sum came from the data."""
+        factors = cell_factors(self.measured.total, self.target_sum or 1.0)
+        # The first visit counted everybody as left out.
+        self.moments = GenePart()
+
+        def task(span: Span) -> SumGenes:
+            part = slice(span.start, span.stop)
+            return SumGenes(
+                span.start, self.keep[part], self.groups[part], factors[part], self.transform
+            )
+
+        engine.fold(task, lambda _, genes, __: self.moments.add(genes))
+
+    def choose_genes(self) -> None:
+        """Apply the gene filter."""
+        kept = np.sum(list(self.moments.groups.values()), axis=0)
+        left_out = self.moments.left_out
+        self.n_cells_kept = kept[:, 1].astype(np.int64)
+        everywhere = kept[:, :2] if left_out is None else kept[:, :2] + left_out
+        self.gene_totals = everywhere[:, 0]
+        self.gene_counts = everywhere[:, 1].astype(np.int64)
+        self.passed = np.ones(len(self.var), bool)
+        if self.qc.min_cells is not None:
+            self.passed = self.n_cells_kept >= self.qc.min_cells
+        if not self.passed.any():
+            msg = (
+                f"no gene is expressed by min_cells={self.qc.min_cells} of the "
+                f"{int(self.keep.sum())} kept cells: lower min_cells"
+            )
+            raise ParameterError(msg)
+
+    def choose_variable(self, engine: Engine) -> None:
+        """Choose the highly variable genes among those that passed."""
+        names = self.var.index[self.passed]
+        batches = self._batches()
+        if not batches:
+            msg = f"no kept cell has a value in obs[{self.hvg.batch_key!r}]"
+            raise ParameterError(msg)
+        if self.hvg.flavor == "seurat_v3":
+            table = self._seurat_v3(engine, batches, names)
+        else:
+            table = hvg.dispersion_table(
+                list(batches.values()),
+                names,
+                self.hvg,
+                batched=self.hvg.batch_key is not None,
+            )
+        n_hvg = int(table["highly_variable"].sum())
+        wanted = self.hvg.n_top_genes
+        if wanted is not None and n_hvg < wanted:
+            self.notes.append(f"{n_hvg} highly variable genes, not n_top_genes={wanted}")
+        self.variable = table
+
+    def _batches(self) -> dict[int, hvg.BatchMoments]:
+        """Moments of the genes that passed, of each batch that has kept cells."""
+        sizes = np.bincount(self.groups[self.keep], minlength=len(self.categories) + 1)
+        return {
+            group: hvg.BatchMoments(
+                int(sizes[group]), table[self.passed, 2], table[self.passed, 3]
+            )
+            for group, table in sorted(self.moments.groups.items())
+            if group < len(self.categories)
+        }
+
+    def _seurat_v3(
+        self, engine: Engine, batches: dict[int, hvg.BatchMoments], names: pd.Index
+    ) -> pd.DataFrame:
+        found = [hvg.clip_limits(batch, self.hvg.span) for batch in batches.values()]
+        limit = np.full((len(batches), len(self.var)), np.inf)
+        limit[:, self.passed] = [clip for clip, _ in found]
+        local = np.full(len(self.categories) + 1, -1, np.int32)
+        local[list(batches)] = np.arange(len(batches))
+        groups = np.where(self.keep, local[self.groups], -1).astype(np.int32)
+        sums = np.zeros((*limit.shape, 2))
+
+        def task(span: Span) -> ClipGenes:
+            return ClipGenes(span.start, groups[span.start : span.stop], limit)
+
+        def merge(_: Span, part: np.ndarray, __: str | None) -> None:
+            sums.__iadd__(part)
+
+        engine.fold(task, merge)
+        every = list(batches.values())
+        total = hvg.BatchMoments(
+            sum(b.n_cells for b in every),
+            np.sum([b.sums for b in every], axis=0),
+            np.sum([b.squares for b in every], axis=0),
+        )
+        table = hvg.seurat_v3_table(
+            every,
+            list(sums[:, self.passed]),
+            [deviation for _, deviation in found],
+            total,
+            names,
+            self.hvg.n_top_genes or 2000,
+        )
+        if self.hvg.batch_key is None:
+            table = table.drop(columns="highly_variable_nbatches")
+        return table
+
+    def result(self, engine: Engine) -> QCResult:
+        """Tables and summary."""
+        cells = tables.cells(self.metrics, self.keep, self.obs.index)
+        genes = tables.genes(self.gene_counts, self.gene_totals, len(self.obs), self.var.index)
+        genes["n_cells_kept"] = self.n_cells_kept
+        genes["passed_qc"] = self.passed
+        genes = tables.with_variable(genes, self.variable, self.passed)
+        lost = {name: int(mask.sum()) for name, mask in self.failures.items()}
+        summary = {
+            "n_cells": len(self.obs),
+            "n_genes": len(self.var),
+            "n_cells_kept": int(self.keep.sum()),
+            "n_genes_kept": int(self.passed.sum()),
+            "n_hvg": int(genes["highly_variable"].sum()),
+            "thresholds": tables.json_numbers(self.thresholds),
+            "lost": {"cells": lost, "genes": {"min_cells": int((~self.passed).sum())}},
+            "target_sum": float(self.target_sum or 0.0),
+            "gene_sets": {
+                name: int(mask.sum())
+                for name, mask in zip(self.sets.names, self.sets.masks, strict=True)
+            },
+            "batches": [str(category) for category in self.categories]
+            if self.hvg.batch_key
+            else [],
+            "passes": engine.passes,
+            "stored_bytes_read": engine.stored_bytes,
+            "notes": self.notes,
+        }
+        return QCResult(cells, genes, summary)
+
+
+def _passes(spec: QCSpec, metrics: dict[str, np.ndarray]) -> np.ndarray:
+    return ~_any(filters.fixed_failures(spec, metrics), len(metrics["total_counts"]))
+
+
+def _any(failures: Mapping[str, np.ndarray], n: int) -> np.ndarray:
+    failed = np.zeros(n, bool)
+    for mask in failures.values():
+        failed |= mask
+    return failed
+
+
+def _groups(obs: pd.DataFrame, batch_key: str | None) -> tuple[np.ndarray, list[Any]]:
+    """Batch number of each cell; one past the last where it has none."""
+    if batch_key is None:
+        return np.zeros(len(obs), np.int32), ["all"]
+    if batch_key not in obs.columns:
+        some = ", ".join(map(str, obs.columns[:20])) or "none"
+        msg = f"batch_key {batch_key!r} is not a column of obs; its columns are: {some}"
+        raise ParameterError(msg)
+    column = obs[batch_key].astype("category")
+    codes = column.cat.codes.to_numpy().astype(np.int32)
+    categories = list(column.cat.categories)
+    codes[codes < 0] = len(categories)
+    return codes, categories
+
+
+def _not_counts(problem: Problem | None, obs: pd.DataFrame, var: pd.DataFrame) -> DataError:
+    if problem is None:
+        return DataError("a block came back without metrics")
+    where = (
+        f"cell {str(obs.index[problem.cell])!r} (row {problem.cell}), "
+        f"gene {str(var.index[problem.gene])!r}"
+    )
+    if problem.kind == "invalid":
+        return DataError(
+            f"X holds {problem.value} at {where}; counts are 0 or more. Point to raw counts, "
+            "such as a layer, or pass expect_counts=False if X is not meant to hold counts"
+        )
+    return DataError(
+        f"X holds {problem.value} at {where}, not a whole number: it looks normalised or "
+        "log-transformed. Point to raw counts, such as layer='counts', or pass "
+        "expect_counts=False if fractions are meant (corrected counts)"
+    )
+
+
+def _nothing_passes(
+    failures: Mapping[str, np.ndarray], metrics: Mapping[str, np.ndarray]
+) -> ParameterError:
+    lost = ", ".join(f"{name} removes {int(mask.sum())}" for name, mask in failures.items())
+    n_genes, total = metrics["n_genes_by_counts"], metrics["total_counts"]
+    return ParameterError(
+        f"no cell of {len(total)} passes the filters ({lost}). The median cell has "
+        f"{np.median(n_genes):g} genes and {np.median(total):g} counts: relax the thresholds"
+    )
