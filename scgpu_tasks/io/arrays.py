@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import lzma
+import struct
+import zlib
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+import numpy as np
 import zarr
+from numpy.typing import NDArray
 from zarr.abc.codec import Codec, CodecPipeline
 from zarr.codecs._v2 import V2Codec
+from zarr.core.array import AsyncArray
 from zarr.core.array_spec import ArrayConfig, ArraySpec
 from zarr.core.buffer import cpu
 from zarr.core.codec_pipeline import BatchedCodecPipeline, FusedCodecPipeline
-from zarr.core.metadata import ArrayMetadata, ArrayV2Metadata
-from zarr.storage import LocalStore
+from zarr.core.metadata import ArrayMetadata, ArrayV2Metadata, ArrayV3Metadata
+from zarr.core.metadata.v3 import RegularChunkGridMetadata
+from zarr.storage import LocalStore, StorePath
 from zarrs.pipeline import (
     UnsupportedMetadataError,
     ZarrsCodecPipeline,
     get_codec_pipeline_impl,
 )
+
+from scgpu_tasks.errors import CorruptChunkError, FormatError, StoreError
+from scgpu_tasks.io.elements import Files, Node
+from scgpu_tasks.io.layout import ArrayLayout, analyse_array, parse_shard_index
+
+DECODE_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    OSError,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+)
+"""What the codecs of zarr, zarrs and numcodecs raise on bytes that they cannot decode."""
+
+REWRITE = "write the store again from its source, or restore this file from a copy"
+"""What to do about a damaged file."""
+
+Stat = tuple[int, int, int]
+_MAX_KNOWN_SHARDS = 4096
 
 
 def attach_pipeline(array: zarr.Array[Any], pipeline: CodecPipeline) -> zarr.Array[Any]:
@@ -33,7 +64,7 @@ def attach_pipeline(array: zarr.Array[Any], pipeline: CodecPipeline) -> zarr.Arr
 def host_pipeline(array: zarr.Array[Any]) -> CodecPipeline:
     """Return zarrs' pipeline for reading this array, or the fused one where zarrs cannot."""
     metadata, store = array.async_array.metadata, array.async_array.store_path.store
-    if isinstance(store, LocalStore):
+    if isinstance(store, LocalStore) and array.dtype.isnative:
         try:
             impl = get_codec_pipeline_impl(metadata, store, strict=True)
         except UnsupportedMetadataError:
@@ -63,3 +94,221 @@ def _codecs(metadata: ArrayMetadata) -> list[Codec]:
     if isinstance(metadata, ArrayV2Metadata):
         return [V2Codec(filters=metadata.filters, compressor=metadata.compressor)]
     return list(metadata.codecs)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a read of some rows finds on disk.
+
+    Attributes
+    ----------
+    stored_bytes
+        Bytes of the stored chunks, with the shard indices.
+    missing
+        Key and first and last row (exclusive) of each file that does not exist.
+    """
+
+    stored_bytes: int
+    missing: tuple[tuple[str, int, int], ...] = ()
+
+
+class RowArray:
+    """One stored array, read in ranges of its first axis.
+
+    Parameters
+    ----------
+    files
+        The files of its store.
+    node
+        Its metadata.
+    device
+        Where the values go: ``"cpu"`` or ``"gpu"``.
+
+    Raises
+    ------
+    FormatError
+        The metadata describe no array that zarr can read here.
+    """
+
+    def __init__(self, files: Files, node: Node, *, device: str = "cpu") -> None:
+        self.files = files
+        self.name = node.name
+        self.device = device
+        self.array = _open(files, node)
+        metadata = self.array.async_array.metadata
+        if isinstance(metadata, ArrayV3Metadata) and not isinstance(
+            metadata.chunk_grid, RegularChunkGridMetadata
+        ):
+            msg = (
+                f"{self.name} of {files.path} has an irregular chunk grid; write a regular one"
+            )
+            raise FormatError(msg)
+        self.dtype = self.array.dtype
+        self.shape = self.array.shape
+        self._file_shape = tuple(self.array.shards or self.array.chunks)
+        self._chunk_shape = tuple(self.array.chunks)
+        layout = analyse_array(metadata)
+        self.layout = layout if isinstance(layout, ArrayLayout) else None
+        self._sizes: dict[str, tuple[Stat, NDArray[np.int64]]] = {}
+        if device == "gpu":
+            from scgpu_tasks.io.pipeline import KvikioCodecPipeline
+
+            pipeline: CodecPipeline = KvikioCodecPipeline.from_array_metadata_and_store(
+                array_metadata=metadata, store=self.array.async_array.store_path.store
+            )
+        else:
+            pipeline = host_pipeline(self.array)
+        attach_pipeline(self.array, pipeline)
+
+    def read(self, start: int, stop: int) -> Any:
+        """Read rows ``start:stop`` as a NumPy or CuPy array of native byte order.
+
+        Chunk files that do not exist read as fill values; `visit` tells of them.
+
+        Raises
+        ------
+        CorruptChunkError
+            A chunk of them cannot be decoded.
+        StoreError
+            The file system refused to read.
+        """
+        try:
+            if self.device == "gpu":
+                return self._read_gpu(start, stop)
+            values = np.asarray(
+                self.array.get_basic_selection(
+                    slice(start, stop), prototype=cpu.buffer_prototype
+                )
+            )
+        except CorruptChunkError:
+            raise
+        except DECODE_ERRORS as error:
+            found = self._find_damage(start, stop)
+            if found is not None:
+                raise found from error
+            if isinstance(error, OSError):
+                msg = f"rows {start} to {stop} of {self.name} cannot be read: {error}"
+                raise StoreError(msg) from error
+            raise
+        if not values.dtype.isnative:
+            values = values.astype(values.dtype.newbyteorder("="))
+        return np.ascontiguousarray(values)
+
+    def _read_gpu(self, start: int, stop: int) -> Any:
+        import cupy
+        from zarr.core.buffer import gpu
+
+        # zarr allocates on a thread of its own, whose device need not be this thread's.
+        out = cupy.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        # The allocation is ordered on this thread's stream, but the pipeline has its own.
+        cupy.cuda.get_current_stream().synchronize()
+        if out.size:
+            self.array.get_basic_selection(
+                slice(start, stop), out=gpu.NDBuffer(out), prototype=gpu.buffer_prototype
+            )
+        return out
+
+    def visit(self, start: int, stop: int) -> Visit:
+        """Look up the stored chunks that hold rows ``start:stop``, without reading them.
+
+        Raises
+        ------
+        CorruptChunkError
+            The index of a shard among them is damaged.
+        """
+        total = 0
+        missing = []
+        rows = self._file_shape[0]
+        encode = self.array.async_array.metadata.encode_chunk_key
+        for coords in self._file_coords(start, stop):
+            key = encode(coords)
+            first = coords[0] * rows
+            a, b = max(start - first, 0), min(stop - first, rows)
+            stat = self.files.stat(f"{self.name}/{key}")
+            if stat is None:
+                missing.append((key, first + a, first + b))
+            elif self.array.shards is None:
+                total += stat[0]
+            elif self.layout is None:
+                total += stat[0] * (b - a) // rows
+            else:
+                sizes = self._chunk_sizes(coords, key, stat, self.layout)
+                step = self._chunk_shape[0]
+                total += int(sizes[a // step : -(-b // step)].sum()) + self.layout.index_nbytes
+        return Visit(total, tuple(missing))
+
+    def _file_coords(self, start: int, stop: int) -> list[tuple[int, ...]]:
+        if stop <= start or 0 in self.shape:
+            return []
+        files = self._file_shape
+        ranges = [range(start // files[0], -(-stop // files[0]))]
+        ranges += [range(-(-n // f)) for n, f in zip(self.shape[1:], files[1:], strict=True)]
+        return list(product(*ranges))
+
+    def _chunk_sizes(
+        self, coords: tuple[int, ...], key: str, stat: Stat, layout: ArrayLayout
+    ) -> NDArray[np.int64]:
+        """Stored sizes of a shard's chunks, shape = chunks of the shard along each axis."""
+        known = self._sizes.get(key)
+        if known is not None and known[0] == stat:
+            return known[1]
+        nbytes = min(layout.index_nbytes, stat[0])
+        start = stat[0] - nbytes if layout.index_at_end else 0
+        raw = self.files.read_range(f"{self.name}/{key}", start, nbytes)
+        table = parse_shard_index(
+            raw, stat[0], layout, store=self.files.path, array=self.name, shard=key
+        )
+        if table.damage.any():
+            within = np.unravel_index(int(np.argmax(table.damage)), layout.grid)
+            grid = zip(coords, layout.grid, within, strict=True)
+            msg = f"the index of the shard gives a chunk an impossible place; {REWRITE}"
+            raise self.corrupt(msg, key, tuple(int(c * g + w) for c, g, w in grid))
+        sizes = np.maximum(table.size, 0).reshape(layout.grid)
+        if len(self._sizes) >= _MAX_KNOWN_SHARDS:
+            self._sizes.clear()
+        self._sizes[key] = (stat, sizes)
+        return sizes
+
+    def corrupt(
+        self, message: str, shard: str, chunk: tuple[int, ...] | None = None
+    ) -> CorruptChunkError:
+        """Make the error for damage in this array."""
+        place = {"store": self.files.path, "array": self.name, "shard": shard}
+        return CorruptChunkError(message, chunk=chunk, **place)
+
+    def _find_damage(self, start: int, stop: int) -> CorruptChunkError | None:
+        """Find the first chunk of a failed read that fails alone."""
+        try:
+            self.visit(start, stop)
+        except CorruptChunkError as error:
+            return error
+        steps, files = self._chunk_shape, self._file_shape
+        ranges = [range(start // steps[0], -(-stop // steps[0]))]
+        ranges += [range(-(-n // s)) for n, s in zip(self.shape[1:], steps[1:], strict=True)]
+        encode = self.array.async_array.metadata.encode_chunk_key
+        for chunk in product(*ranges):
+            where = tuple(slice(c * s, (c + 1) * s) for c, s in zip(chunk, steps, strict=True))
+            file = tuple(c * s // f for c, s, f in zip(chunk, steps, files, strict=True))
+            try:
+                self.array.get_basic_selection(where, prototype=cpu.buffer_prototype)
+            except DECODE_ERRORS as error:
+                msg = f"a chunk cannot be decoded ({error}); {REWRITE}"
+                return self.corrupt(msg, encode(file), chunk)
+        return None
+
+
+def _open(files: Files, node: Node) -> zarr.Array[Any]:
+    try:
+        metadata: ArrayMetadata
+        if node.zarr_format == 3:
+            metadata = ArrayV3Metadata.from_dict(node.metadata)  # type: ignore[arg-type]
+        else:
+            metadata = ArrayV2Metadata.from_dict(
+                {**node.metadata, "attributes": node.attributes}
+            )
+    except (ValueError, TypeError, KeyError) as error:
+        msg = f"{node.name} of {files.path} has metadata that zarr cannot use: {error}"
+        raise FormatError(msg) from error
+    config = ArrayConfig(order="C", write_empty_chunks=False)
+    path = StorePath(files.zarr_store(), node.name)
+    return zarr.Array(AsyncArray(metadata=metadata, store_path=path, config=config))
