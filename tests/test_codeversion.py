@@ -11,7 +11,7 @@ def package(tmp_path, monkeypatch):
     for name, text in {
         "__init__.py": "",
         "stages/__init__.py": "",
-        "stages/qc.py": "from scgpu_tasks.kernels import sums\n\ndef run():\n    return sums.f()\n",
+        "stages/qc.py": "from scgpu_tasks.kernels import sums\ndef f():\n    sums.f()\n",
         "stages/pca.py": "def run():\n    import scgpu_tasks.kernels.gram\n",
         "kernels/__init__.py": "",
         "kernels/sums.py": '"""Sums."""\nfrom .base import one\n\ndef f():\n    return one\n',

@@ -97,10 +97,14 @@ def test_a_folder_renamed_to_another_key_is_not_handed_out(work):
 
 
 def test_a_draft_that_fails_leaves_nothing(work):
-    with pytest.raises(RuntimeError, match="half"), work.draft("qc") as draft:
-        (draft.path / "a.txt").write_text("half")
-        msg = "half way"
-        raise RuntimeError(msg)
+    def write_half():
+        with work.draft("qc") as draft:
+            (draft.path / "a.txt").write_text("half")
+            msg = "half way"
+            raise RuntimeError(msg)
+
+    with pytest.raises(RuntimeError, match="half"):
+        write_half()
     assert list((work.root / "qc").iterdir()) == []
 
 

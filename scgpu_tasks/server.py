@@ -1,0 +1,206 @@
+"""One temporary Prefect server for a run that has none, shared with its workers.
+
+Left alone, Prefect starts a temporary server in the flow's process and another in every Dask
+worker. Here the command line starts one, in parallel to its own imports, and hands its address
+on through the environment. This module imports no Prefect: the server process does.
+
+The server's standard input is a pipe from the process that started it. When that process ends,
+in whatever way, the pipe closes and the server goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from scgpu_tasks.errors import ClusterError
+
+API_URL = "PREFECT_API_URL"
+QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+"""Settings that keep Prefect from looking up anything outside."""
+
+_APP = "prefect.server.api.server:create_app"
+_SETTINGS = {
+    "PREFECT_UI_ENABLED": "0",
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    "PREFECT__SERVER_FINAL": "1",
+}
+
+
+class TemporaryServer:
+    """A Prefect API server on loopback that ends with this process.
+
+    Parameters
+    ----------
+    startup_timeout
+        Seconds it may take to answer.
+    """
+
+    def __init__(self, startup_timeout: float = 120.0) -> None:
+        self._timeout = startup_timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+
+    @property
+    def api_url(self) -> str:
+        """Value for PREFECT_API_URL."""
+        return f"http://127.0.0.1:{self._port}/api"
+
+    def start(self) -> None:
+        """Start the process; `wait` until it answers."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            # Bound here and handed on, so that nobody else can take the port in between.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", 0))
+            self._port = listener.getsockname()[1]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                # Ctrl-C is for the flow, which still has its end to report.
+                start_new_session=True,
+                env={**os.environ, **QUIET, **_SETTINGS},
+            )
+
+    def wait(self) -> None:
+        """Wait until the server answers.
+
+        Raises
+        ------
+        ClusterError
+            It ended, or did not answer in time.
+        """
+        deadline = time.monotonic() + self._timeout
+        while self._process is not None:
+            code = self._process.poll()
+            if code is not None:
+                msg = (
+                    f"the temporary Prefect server ended with code {code}; its messages are "
+                    "above. Start one with `prefect server start` and set PREFECT_API_URL"
+                )
+                raise ClusterError(msg)
+            with (
+                contextlib.suppress(OSError, urllib.error.URLError),
+                urllib.request.urlopen(f"{self.api_url}/health", timeout=5),  # noqa: S310
+            ):
+                return
+            if time.monotonic() > deadline:
+                msg = (
+                    f"the temporary Prefect server did not answer within {self._timeout:.0f} "
+                    "s; start one with `prefect server start` and set PREFECT_API_URL"
+                )
+                raise ClusterError(msg)
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End the process; harmless when it has ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+@contextlib.contextmanager
+def prefect_api() -> Iterator[TemporaryServer | None]:
+    """Environment in which Prefect finds a server: the one configured, or a temporary one.
+
+    Enter it before Prefect is imported, and call ``wait`` on the server before the flow runs.
+
+    Yields
+    ------
+    The temporary server, or None where one is configured.
+    """
+    with _environment(QUIET):
+        if server_configured():
+            yield None
+            return
+        server = TemporaryServer()
+        try:
+            server.start()
+            # Without somebody to watch, a heartbeat only costs a second at the end.
+            settings = {API_URL: server.api_url, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": ""}
+            with _environment(settings):
+                yield server
+        finally:
+            server.stop()
+
+
+def server_configured() -> bool:
+    """Whether Prefect would talk to a server that somebody runs.
+
+    Importing Prefect takes more than a second, so it is asked only where one of the files that
+    it reads could name a server.
+    """
+    if API_URL in os.environ:
+        return bool(os.environ[API_URL])
+    if not any(_mentions_server(path) for path in _settings_files()):
+        return False
+    from importlib import import_module
+
+    setting = import_module("prefect.settings").PREFECT_API_URL
+    return bool(setting.value())
+
+
+def _settings_files() -> list[Path]:
+    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
+    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml")
+    here = Path.cwd()
+    return [profiles, here / ".env", here / "prefect.toml", here / "pyproject.toml"]
+
+
+def _mentions_server(path: Path) -> bool:
+    try:
+        text = path.read_text(errors="replace").lower()
+    except OSError:
+        return False
+    if path.name == "pyproject.toml" and "tool.prefect" not in text:
+        return False
+    return "url" in text
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that the user has not set, for as long as the block runs."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _serve(descriptor: int) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import uvicorn
+
+    config = uvicorn.Config(
+        _APP, factory=True, log_level="error", lifespan="on", timeout_graceful_shutdown=2
+    )
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=descriptor)])
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
