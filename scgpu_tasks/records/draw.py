@@ -78,6 +78,7 @@ _STYLE: dict[str, Any] = {
 }
 # matplotlib's settings are global to the process: one figure at a time, settings put back.
 _LOCK = threading.Lock()
+MARK_REACH = 0.4
 
 
 @contextmanager
@@ -174,25 +175,29 @@ def sample(n: int, limit: int, seed: int = 0) -> NDArray[np.int64]:
     return rng.choice(n, size=limit, replace=False).astype(np.int64)
 
 
-def span(values: NDArray[Any], pad: float = 0.03) -> tuple[float, float]:
-    """Lowest and highest finite value with a margin; a unit span around a single value."""
+def span(
+    values: NDArray[Any], marks: Sequence[float] = (), pad: float = 0.03
+) -> tuple[float, float]:
+    """Lowest and highest finite value with a margin; a unit span around a single value.
+
+    ``marks`` that lie near the values are taken in; those far off would squeeze the values
+    into a corner.
+    """
     finite = values[np.isfinite(values)]
     if len(finite) == 0:
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
     if low == high:
-        return low - 0.5, high + 0.5
+        low, high = low - 0.5, high + 0.5
+    reach = MARK_REACH * (high - low)
+    near = [mark for mark in marks if low - reach <= mark <= high + reach]
+    low, high = min([low, *near]), max([high, *near])
     margin = pad * (high - low)
     return low - margin, high + margin
 
 
-def threshold_lines(
-    ax: Axes, values: Sequence[float | None], *, horizontal: bool = False, power: bool = False
-) -> None:
-    """Draw thresholds as dashed lines, widening the axis to show each."""
-    for value in values:
-        if value is None or not np.isfinite(value) or (power and value <= 0):
-            continue
-        at = float(np.log10(value)) if power else float(value)
+def threshold_lines(ax: Axes, marks: Sequence[float], *, horizontal: bool = False) -> None:
+    """Draw thresholds as dashed lines; the caller sets the limits of the axes."""
+    for mark in marks:
         line = ax.axhline if horizontal else ax.axvline
-        line(at, color=INK, linestyle=(0, (4, 2)), linewidth=1.2)
+        line(mark, color=INK, linestyle=(0, (4, 2)), linewidth=1.2)

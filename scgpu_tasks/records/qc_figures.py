@@ -49,10 +49,9 @@ def histogram(
     finite = np.isfinite(values)
     values, kept = values[finite], kept[finite]
     scale = np.log10(values + 1) if log else values
-    cuts = [b for b in bounds if b is not None and np.isfinite(b)]
-    shown = [np.log10(b + 1) if log else b for b in cuts]
-    ends = np.array([scale.min(), scale.max(), *shown], dtype=np.float64)
-    low, high = draw.span(ends, 0.02)
+    cuts = [float(b) for b in bounds if b is not None and np.isfinite(b)]
+    shown = [float(np.log10(b + 1)) if log else b for b in cuts]
+    low, high = draw.span(scale, shown, pad=0.02)
     if low < 0 <= scale.min():
         low = 0.0
     edges = np.linspace(low, high, BINS + 1)
@@ -93,7 +92,7 @@ def counts_against_genes(
     cells: pd.DataFrame, *, counts: Bounds = (None, None), genes: Bounds = (None, None)
 ) -> str:
     """Draw where the cells lie by total counts and genes found, as a density."""
-    x, y, limits, bins = _log_grid(cells)
+    x, y, limits, bins = _log_grid(cells, counts, genes)
     image = draw.bin_image(x, y, limits, bins)
     top = max(float(np.nanmax(image)), 2.0) if np.isfinite(image).any() else 2.0
     return _grid_figure(
@@ -116,9 +115,9 @@ def percentage_over_grid(
 ) -> str:
     """Draw the mean of a percentage column over total counts and genes found."""
     share = cells[column].to_numpy(dtype=np.float64)
-    known = np.isfinite(share)
-    x, y, limits, bins = _log_grid(cells)
-    image = draw.bin_image(x[known], y[known], limits, bins, weights=share[known])
+    x, y, limits, bins = _log_grid(cells, counts, genes)
+    # A share is known of exactly those cells that have counts, and so a place in the grid.
+    image = draw.bin_image(x, y, limits, bins, weights=share[_has_counts(cells)])
     top = float(np.nanmax(image)) if np.isfinite(image).any() else 1.0
     return _grid_figure(
         image,
@@ -131,16 +130,25 @@ def percentage_over_grid(
     )
 
 
+def _has_counts(cells: pd.DataFrame) -> NDArray[np.bool_]:
+    found = (cells["total_counts"] > 0) & (cells["n_genes_by_counts"] > 0)
+    return found.to_numpy(dtype=bool)
+
+
+def _powers(bounds: Bounds) -> list[float]:
+    return [float(np.log10(b)) for b in bounds if b is not None and 0 < b < np.inf]
+
+
 def _log_grid(
-    cells: pd.DataFrame,
+    cells: pd.DataFrame, counts_bounds: Bounds, genes_bounds: Bounds
 ) -> tuple[NDArray[Any], NDArray[Any], tuple[float, float, float, float], int]:
     # Empty cells have no place on a logarithmic axis; the table of filters counts them.
-    counts = cells["total_counts"].to_numpy(dtype=np.float64)
-    genes = cells["n_genes_by_counts"].to_numpy(dtype=np.float64)
-    some = (counts > 0) & (genes > 0)
-    x, y = np.log10(counts[some]), np.log10(genes[some])
+    some = _has_counts(cells)
+    x = np.log10(cells["total_counts"].to_numpy(dtype=np.float64)[some])
+    y = np.log10(cells["n_genes_by_counts"].to_numpy(dtype=np.float64)[some])
+    limits = (*draw.span(x, _powers(counts_bounds)), *draw.span(y, _powers(genes_bounds)))
     full = len(x) >= CELLS_FOR_FULL_GRID
-    return x, y, (*draw.span(x), *draw.span(y)), GRID_BINS if full else GRID_BINS * 3 // 4
+    return x, y, limits, GRID_BINS if full else GRID_BINS * 3 // 4
 
 
 def _grid_figure(
@@ -166,8 +174,9 @@ def _grid_figure(
             cmap=colours,
             norm=norm,
         )
-        draw.threshold_lines(ax, bounds[0], power=True)
-        draw.threshold_lines(ax, bounds[1], power=True, horizontal=True)
+        draw.threshold_lines(ax, _powers(bounds[0]))
+        draw.threshold_lines(ax, _powers(bounds[1]), horizontal=True)
+        ax.set(xlim=limits[:2], ylim=limits[2:])
         draw.number_axis(ax.xaxis, power=True)
         draw.number_axis(ax.yaxis, power=True)
         ax.set(xlabel="total counts", ylabel="genes found")
