@@ -90,6 +90,17 @@ def fused_pipeline(array: zarr.Array[Any]) -> CodecPipeline:
     return pipeline.evolve_from_array_spec(spec)
 
 
+def _gpu_pipeline(array: zarr.Array[Any]) -> CodecPipeline:
+    from scgpu_tasks.io.pipeline import KvikioCodecPipeline
+
+    fallback = type(host_pipeline(array))
+    return KvikioCodecPipeline(
+        metadata=array.async_array.metadata,
+        store=array.async_array.store_path.store,
+        fallback_path=f"{fallback.__module__}.{fallback.__qualname__}",
+    )
+
+
 def _codecs(metadata: ArrayMetadata) -> list[Codec]:
     if isinstance(metadata, ArrayV2Metadata):
         return [V2Codec(filters=metadata.filters, compressor=metadata.compressor)]
@@ -139,9 +150,7 @@ class RowArray:
         if isinstance(metadata, ArrayV3Metadata) and not isinstance(
             metadata.chunk_grid, RegularChunkGridMetadata
         ):
-            msg = (
-                f"{self.name} of {files.path} has an irregular chunk grid; write a regular one"
-            )
+            msg = f"{self.name} of {files.path} has an irregular chunk grid; rewrite it"
             raise FormatError(msg)
         self.dtype = self.array.dtype
         self.shape = self.array.shape
@@ -150,15 +159,11 @@ class RowArray:
         layout = analyse_array(metadata)
         self.layout = layout if isinstance(layout, ArrayLayout) else None
         self._sizes: dict[str, tuple[Stat, NDArray[np.int64]]] = {}
-        if device == "gpu":
-            from scgpu_tasks.io.pipeline import KvikioCodecPipeline
-
-            pipeline: CodecPipeline = KvikioCodecPipeline.from_array_metadata_and_store(
-                array_metadata=metadata, store=self.array.async_array.store_path.store
-            )
-        else:
-            pipeline = host_pipeline(self.array)
-        attach_pipeline(self.array, pipeline)
+        # CuPy knows native byte order only; other arrays take the way through the host.
+        self._to_gpu = device == "gpu" and self.dtype.isnative
+        attach_pipeline(
+            self.array, (_gpu_pipeline if self._to_gpu else host_pipeline)(self.array)
+        )
 
     def read(self, start: int, stop: int) -> Any:
         """Read rows ``start:stop`` as a NumPy or CuPy array of native byte order.
@@ -173,7 +178,7 @@ class RowArray:
             The file system refused to read.
         """
         try:
-            if self.device == "gpu":
+            if self._to_gpu:
                 return self._read_gpu(start, stop)
             values = np.asarray(
                 self.array.get_basic_selection(
@@ -192,7 +197,12 @@ class RowArray:
             raise
         if not values.dtype.isnative:
             values = values.astype(values.dtype.newbyteorder("="))
-        return np.ascontiguousarray(values)
+        values = np.ascontiguousarray(values)
+        if self.device == "gpu":
+            import cupy
+
+            return cupy.asarray(values)
+        return values
 
     def _read_gpu(self, start: int, stop: int) -> Any:
         import cupy
@@ -200,8 +210,11 @@ class RowArray:
 
         # zarr allocates on a thread of its own, whose device need not be this thread's.
         out = cupy.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
-        # The allocation is ordered on this thread's stream, but the pipeline has its own.
-        cupy.cuda.get_current_stream().synchronize()
+        # Memory comes in the order of this thread's stream. The pipeline waits for the default
+        # stream, but cannot see any other.
+        stream = cupy.cuda.get_current_stream()
+        if stream.ptr:
+            stream.synchronize()
         if out.size:
             self.array.get_basic_selection(
                 slice(start, stop), out=gpu.NDBuffer(out), prototype=gpu.buffer_prototype
@@ -248,7 +261,7 @@ class RowArray:
     def _chunk_sizes(
         self, coords: tuple[int, ...], key: str, stat: Stat, layout: ArrayLayout
     ) -> NDArray[np.int64]:
-        """Stored sizes of a shard's chunks, shape = chunks of the shard along each axis."""
+        """Look up the stored sizes of a shard's chunks, in the shape of its chunk grid."""
         known = self._sizes.get(key)
         if known is not None and known[0] == stat:
             return known[1]

@@ -113,7 +113,7 @@ class ZipFiles:
             return file.read(size)
 
     def stat(self, name: str) -> tuple[int, int, int] | None:
-        """Size of a file, modification time and inode of the archive; None where there is none."""
+        """Size of a file, time and inode of the archive; None where there is none."""
         if name not in self._members:
             return None
         archive = Path(self.path).stat()
@@ -297,8 +297,8 @@ def matrix_shape(files: Files, node: Node) -> tuple[int, int]:
     """
     source = node.metadata if node.is_array else node.attributes
     shape = source.get("shape", source.get("h5sparse_shape"))
-    ok = isinstance(shape, list | tuple) and len(shape) == 2
-    if not ok or not all(isinstance(n, int) and n >= 0 for n in shape):
+    numbers = list(shape) if isinstance(shape, list | tuple) else []
+    if len(numbers) != 2 or not all(isinstance(n, int) and n >= 0 for n in numbers):
         msg = f"{node.name} of {files.path} has shape {shape}; rows and columns are needed"
         raise FormatError(msg)
-    return int(shape[0]), int(shape[1])
+    return numbers[0], numbers[1]

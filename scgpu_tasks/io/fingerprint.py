@@ -81,7 +81,7 @@ def _scan(store: str, element: str) -> tuple[int, str]:
     try:
         entries = sorted(_zip_entries(store, element) if is_zip else _entries(store, element))
     except OSError as error:
-        msg = f"the files of {element} in {store} cannot be listed ({error}); is it being changed?"
+        msg = f"the files of {element} in {store} cannot be listed: {error}"
         raise StoreError(msg) from error
     digest = hashlib.sha256(f"{element}\n".encode("utf-8", "surrogateescape"))
     total = 0

@@ -93,9 +93,7 @@ class CSRElement:
     def _check_shapes(self) -> None:
         for array in (self._data, self._indices, self._indptr):
             if len(array.shape) != 1:
-                msg = (
-                    f"{array.name} of {self._where} has {len(array.shape)} dimensions, not one"
-                )
+                msg = f"{array.name} of {self._where} has shape {array.shape}, not one axis"
                 raise FormatError(msg)
         for array in (self._indices, self._indptr):
             if array.dtype.kind not in "iu":
@@ -124,8 +122,8 @@ class CSRElement:
                 self._check_indptr(offsets[start - 1 : start + 1], start - 1)
         if int(offsets[0]) != 0 or int(offsets[-1]) != nnz:
             msg = (
-                f"indptr of {self._where} runs from {offsets[0]} to {offsets[-1]}, but the matrix "
-                f"has {nnz} values; {REWRITE}"
+                f"indptr of {self._where} runs from {offsets[0]} to {offsets[-1]}, but there "
+                f"are {nnz} values; {REWRITE}"
             )
             raise FormatError(msg)
         return offsets
@@ -152,8 +150,8 @@ class CSRElement:
             raise FormatError(msg)
         if len(indptr) and not (int(indptr[0]) >= 0 and int(indptr[-1]) <= nnz):
             msg = (
-                f"indptr of {self._where} points to values {indptr[0]} to {indptr[-1]} for rows "
-                f"{first} to {first + len(indptr) - 1}, but there are {nnz}; {REWRITE}"
+                f"indptr of {self._where} puts rows {first} to {first + len(indptr) - 1} at "
+                f"values {indptr[0]} to {indptr[-1]}, but there are {nnz}; {REWRITE}"
             )
             raise FormatError(msg)
 
@@ -166,8 +164,8 @@ class CSRElement:
         data_visit, index_visit = self._data.visit(low, high), self._indices.visit(low, high)
         for key, _, _ in data_visit.missing:
             msg = (
-                "the file is missing, and its values would read as zeros; if they truly are zeros,"
-                f" remove them (eliminate_zeros) and write again; else {REWRITE}"
+                "the file is missing, and its values would read as zeros; if they truly are, "
+                f"remove them (eliminate_zeros) and write again; else {REWRITE}"
             )
             raise self._data.corrupt(msg, key)
         for key, a, b in index_visit.missing:

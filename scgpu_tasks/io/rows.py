@@ -59,7 +59,7 @@ class Block:
     values: Any = None
 
     def to_matrix(self) -> Any:
-        """The rows as a matrix type that other packages know.
+        """Give the rows a matrix type that other packages know.
 
         Returns
         -------
@@ -196,7 +196,7 @@ class RowBlocks:
         return self.read(int(self.bounds[i]), int(self.bounds[i + 1]))
 
     def to_dask(self) -> da.Array:
-        """The matrix as a Dask array whose blocks are `Block.to_matrix`, read when computed.
+        """Make a Dask array whose blocks are `Block.to_matrix`, read when computed.
 
         Returns
         -------
@@ -214,7 +214,7 @@ class RowBlocks:
         nothing = np.empty(0, np.int64)
         light = replace(self, bounds=nothing, offsets=nothing)
         bounds = self.bounds.tolist()
-        graph = {}
+        graph: dict[Any, Any] = {}
         for i in range(self.n_blocks):
             key = (name, i, 0)
             graph[key] = Task(key, _read_matrix, light, bounds[i], bounds[i + 1])
@@ -276,10 +276,16 @@ def open_rows(
         ``indptr`` cannot be decoded.
     ParameterError
         `chunks`, `device` or `max_bytes` is out of range.
+    MissingPackageError
+        `device` is a GPU, and a package or the GPU is missing.
     """
     if device not in ("cpu", "gpu"):
         msg = f"device must be 'cpu' or 'gpu', not {device!r}"
         raise ParameterError(msg)
+    if device == "gpu":
+        from scgpu_tasks.io.scratch import require_gpu
+
+        require_gpu()
     if max_bytes is not None and max_bytes < 1:
         msg = f"max_bytes must be at least 1, not {max_bytes}"
         raise ParameterError(msg)

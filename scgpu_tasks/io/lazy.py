@@ -1,0 +1,167 @@
+"""A store as an AnnData whose matrices are read when they are computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import zarr
+
+from scgpu_tasks.errors import FormatError, MissingPackageError, ParameterError
+from scgpu_tasks.io.arrays import DECODE_ERRORS, REWRITE
+from scgpu_tasks.io.elements import open_files
+from scgpu_tasks.io.rows import open_rows
+
+_HOST_BUFFERS = {"buffer": "zarr.buffer.cpu.Buffer", "ndbuffer": "zarr.buffer.cpu.NDBuffer"}
+
+
+def read_lazy(
+    path: str | os.PathLike[str],
+    chunks: int | str | Sequence[int] = "auto",
+    *,
+    device: str = "auto",
+    layers: Sequence[str] = (),
+    max_bytes: int | None = None,
+) -> ad.AnnData:
+    """Open a store as an AnnData with obs and var in memory and X as a Dask array.
+
+    The result is an ordinary Dask-backed AnnData, such as scanpy and rapids-singlecell work on.
+    Its blocks are whole rows, and are read each time they are computed, by whatever process
+    computes them; zarr's configuration plays no part in that.
+
+    Parameters
+    ----------
+    path
+        An AnnData zarr store: a folder of zarr format 2 or 3, or a zip file of one.
+    chunks
+        Rows of a block; or the rows of each block; or ``"auto"``: 20,000, and on a GPU that
+        decodes the chunks itself about 55 blocks a GPU, but fewer rows where a block would
+        hold more than 2³¹ − 1 values or `max_bytes`.
+    device
+        ``"cpu"``: blocks are SciPy CSR matrices or NumPy arrays. ``"gpu"``: blocks are CuPy's,
+        on the device that is current in the thread that computes them. ``"auto"``: on a GPU
+        where there is one and the packages to read by it are installed.
+    layers
+        Layers to open as well, by name, cut into the same blocks.
+    max_bytes
+        As for `scgpu_tasks.io.rows.open_rows`.
+
+    Returns
+    -------
+    AnnData of X, obs, var and the chosen layers. Other elements stay in the store, for
+    ``anndata.io.read_elem``.
+
+    Raises
+    ------
+    StoreError
+        There is no such store.
+    FormatError
+        It is not an AnnData zarr store; X is missing, CSC, or does not fit obs and var.
+    CorruptChunkError
+        ``indptr`` of a matrix cannot be decoded.
+    ParameterError
+        A parameter is out of range.
+    MissingPackageError
+        `device` is ``"gpu"``, and a package or the GPU is missing.
+
+    Examples
+    --------
+    >>> adata = read_lazy("atlas.zarr")  # doctest: +SKIP
+    >>> adata.X.sum(axis=0).compute()  # doctest: +SKIP
+    """
+    if device not in ("auto", "cpu", "gpu"):
+        msg = f"device must be 'auto', 'cpu' or 'gpu', not {device!r}"
+        raise ParameterError(msg)
+    if isinstance(layers, str):
+        msg = f"layers must be a list of names; for one layer, [{layers!r}]"
+        raise ParameterError(msg)
+    if device == "auto":
+        device = "gpu" if _can_use_gpu() else "cpu"
+    x = open_rows(path, chunks=chunks, device=device, max_bytes=max_bytes)
+    cut = np.diff(x.bounds).tolist()
+    matrices = {"X": x}
+    for name in layers:
+        matrices[name] = open_rows(path, layer=name, chunks=cut, device=device)
+    obs, var = read_tables(path)
+    for matrix in matrices.values():
+        if matrix.shape != (len(obs), len(var)):
+            msg = (
+                f"{matrix.element} of {matrix.store} has shape {matrix.shape}, but there are "
+                f"{len(obs)} cells in obs and {len(var)} genes in var; {REWRITE}"
+            )
+            raise FormatError(msg)
+    lazy = {name: matrix.to_dask() for name, matrix in matrices.items()}
+    return ad.AnnData(X=lazy.pop("X"), obs=obs, var=var, layers=lazy)
+
+
+def _can_use_gpu() -> bool:
+    from scgpu_tasks.io.scratch import require_gpu
+
+    try:
+        require_gpu()
+    except MissingPackageError:
+        return False
+    return True
+
+
+def read_tables(path: str | os.PathLike[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read obs and var of a store into memory, on the host.
+
+    Raises
+    ------
+    StoreError
+        There is no such store.
+    FormatError
+        One of them is missing, is no table, or cannot be read.
+    """
+    files = open_files(path)
+    with _host_buffers():
+        try:
+            root = zarr.open_group(files.zarr_store(), mode="r", use_consolidated=False)
+        except (*DECODE_ERRORS, KeyError) as error:
+            msg = f"{files.path} is not a zarr store: {error}"
+            raise FormatError(msg) from error
+        return _table(root, "obs", files.path), _table(root, "var", files.path)
+
+
+def _table(root: zarr.Group, name: str, path: str) -> pd.DataFrame:
+    if name not in root:
+        msg = f"{path} has no {name}: it is not a complete AnnData store"
+        raise FormatError(msg)
+    try:
+        table = ad.io.read_elem(root[name])
+    except (*DECODE_ERRORS, KeyError) as error:
+        msg = f"{name} of {path} cannot be read ({error}); {REWRITE}"
+        raise FormatError(msg) from error
+    if isinstance(table, np.ndarray) and table.dtype.names:
+        return _from_records(table)
+    if not isinstance(table, pd.DataFrame):
+        msg = f"{name} of {path} is a {type(table).__name__}, not a table"
+        raise FormatError(msg)
+    return table
+
+
+def _from_records(records: np.ndarray) -> pd.DataFrame:
+    """Make a table of the structured array that anndata before 0.7 wrote; names come first."""
+    columns: dict[str, Any] = {}
+    for field in records.dtype.names or ():
+        values = records[field]
+        columns[field] = np.char.decode(values, "utf-8") if values.dtype.kind == "S" else values
+    table = pd.DataFrame(columns)
+    table.index = pd.Index(table.pop(table.columns[0]).astype(str), name=None)
+    return table
+
+
+@contextmanager
+def _host_buffers() -> Iterator[None]:
+    """Read metadata and tables on the host also while zarr is set up for GPU buffers."""
+    if all(zarr.config.get(key) == value for key, value in _HOST_BUFFERS.items()):
+        yield
+        return
+    with zarr.config.set(_HOST_BUFFERS):
+        yield
