@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -68,10 +68,12 @@ def read_statistics() -> dict[str, dict[str, object]]:
     By path of the array, the fields of :class:`ArrayCounts`; a copy.
     """
     with _lock:
-        found = {array: asdict(c) for array, c in sorted(_counts.items())}
-    for counts in found.values():
-        counts.update({k: dict(v) for k, v in counts.items() if isinstance(v, Counter)})
-    return found
+        return {array: _as_dict(counts) for array, counts in sorted(_counts.items())}
+
+
+def _as_dict(counts: ArrayCounts) -> dict[str, object]:
+    values = {f.name: getattr(counts, f.name) for f in fields(counts)}
+    return {k: dict(v) if isinstance(v, Counter) else v for k, v in values.items()}
 
 
 def reset_statistics() -> None:

@@ -186,9 +186,7 @@ def _refuse_sharding(codecs: Sequence[Codec], sharding: ShardingCodec) -> Refusa
     return None if plain else Refusal("index codecs other than bytes, crc32c")
 
 
-def _chunk_chain(
-    codecs: Sequence[Codec], dtype: np.dtype[Any]
-) -> tuple[bool, bool] | Refusal:
+def _chunk_chain(codecs: Sequence[Codec], dtype: np.dtype[Any]) -> tuple[bool, bool] | Refusal:
     """Return (zstd, crc32c) of a codec chain bytes[, zstd][, crc32c]."""
     first, rest = codecs[0], list(codecs[1:])
     if not isinstance(first, BytesCodec):
@@ -289,7 +287,9 @@ def _table_of(
     stop = file_size - layout.index_nbytes if layout.index_at_end else file_size
     end = np.uint64(max(stop, 0))
     # Comparisons in this order cannot wrap around, whatever the entries hold.
-    inside = (offset >= np.uint64(first)) & (offset <= end) & (size <= end - np.minimum(offset, end))
+    inside = (
+        (offset >= np.uint64(first)) & (offset <= end) & (size <= end - np.minimum(offset, end))
+    )
     least = (4 if layout.crc32c else 0) + (1 if layout.zstd else layout.chunk_nbytes)
     plausible = size >= np.uint64(least)
     if not layout.zstd:

@@ -29,7 +29,7 @@ from scgpu_tasks.errors import FormatError
 from scgpu_tasks.io.counters import ArrayCounts, count
 from scgpu_tasks.io.layout import ArrayLayout, Refusal, analyse_array, refuse_store
 from scgpu_tasks.io.request import Request
-from scgpu_tasks.io.selection import UnsupportedSelectionError
+from scgpu_tasks.io.selection import UnsupportedRequestError
 
 if TYPE_CHECKING:
     from zarr.core.buffer import Buffer
@@ -199,8 +199,8 @@ class KvikioCodecPipeline(CodecPipeline):
             try:
                 # zarr's only event loop must stay free for the requests of other threads.
                 return await asyncio.to_thread(self._read, batch, target, drop_axes, ready)
-            except UnsupportedSelectionError as error:
-                refusal = Refusal(f"selection with {error}", "")
+            except UnsupportedRequestError as error:
+                refusal = Refusal(f"a request with {error}", "")
         return await self._read_on_host(batch, out, drop_axes, refusal)
 
     # How a request is served; the tests serve it from the host by overriding these three.
@@ -213,7 +213,9 @@ class KvikioCodecPipeline(CodecPipeline):
 
         return mark(target)
 
-    def _execute(self, open_request: Any, target: Any, ready: Any) -> tuple[Request, ArrayCounts]:
+    def _execute(
+        self, open_request: Any, target: Any, ready: Any
+    ) -> tuple[Request, ArrayCounts]:
         from scgpu_tasks.io.decode import execute
 
         return execute(open_request, target, ready, strict=self.strict)
@@ -374,5 +376,3 @@ def _array_name(getter: Any, key_parts: int) -> str:
     path = "/".join(getter.path.split("/")[:-key_parts])
     root = getattr(getter.store, "root", getter.store)
     return f"{root}/{path}"
-
-

@@ -107,7 +107,7 @@ class Request:
     ------
     CorruptChunkError
         A shard index is damaged, or an entry of it that is needed.
-    UnsupportedSelectionError
+    UnsupportedRequestError
         The selection is of an unknown form; the caller falls back.
     """
 

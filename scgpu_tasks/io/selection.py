@@ -19,7 +19,7 @@ from scgpu_tasks.io.layout import ArrayLayout
 Ints = NDArray[np.int64]
 
 
-class UnsupportedSelectionError(ValueError):
+class UnsupportedRequestError(ValueError):
     """A selection of a form that zarr's indexers are not known to make."""
 
 
@@ -111,14 +111,14 @@ def select_pieces(
 
     Raises
     ------
-    UnsupportedSelectionError
+    UnsupportedRequestError
         The two selections do not fit each other or the shapes; the caller falls back.
     """
     chunk_sel = chunk_selection if isinstance(chunk_selection, tuple) else (chunk_selection,)
     out_sel = out_selection if isinstance(out_selection, tuple) else (out_selection,)
     if len(chunk_sel) != layout.ndim:
         msg = f"{len(chunk_sel)} selectors for {layout.ndim} axes"
-        raise UnsupportedSelectionError(msg)
+        raise UnsupportedRequestError(msg)
     arrays = [s for s in chunk_sel if isinstance(s, np.ndarray)]
     if len(arrays) > 1 and all(a.ndim == 1 for a in arrays):
         return _points(layout, chunk_sel, out_sel, out_shape, out_strides)
@@ -141,7 +141,7 @@ def _axes(
     ]
     if len(kept) != len(out_sel) or len(kept) != len(out_shape):
         msg = f"{len(kept)} axes selected for an output of {len(out_shape)}"
-        raise UnsupportedSelectionError(msg)
+        raise UnsupportedRequestError(msg)
     out_axis = {a: i for i, a in enumerate(kept)}
     axes = []
     for a, selector in enumerate(chunk_sel):
@@ -150,7 +150,7 @@ def _axes(
         n_out, target = (1, (0, 0)) if i is None else _along(out_sel[i], out_shape[i])
         if n_out != count:
             msg = f"{count} elements of axis {a} for {n_out} in the output"
-            raise UnsupportedSelectionError(msg)
+            raise UnsupportedRequestError(msg)
         axes.append(AxisSelection(count, source, target, i))
     return axes
 
@@ -166,12 +166,12 @@ def _along(selector: Any, length: int) -> tuple[int, tuple[int, int] | Ints]:
         index = selector.reshape(-1).astype(np.int64, copy=False)
         if index.size and (index.min() < 0 or index.max() >= length):
             msg = f"indices outside 0…{length - 1}"
-            raise UnsupportedSelectionError(msg)
+            raise UnsupportedRequestError(msg)
         return index.size, index
     start = int(selector)
     if not 0 <= start < length:
         msg = f"index {start} outside 0…{length - 1}"
-        raise UnsupportedSelectionError(msg)
+        raise UnsupportedRequestError(msg)
     return 1, (start, 1)
 
 
@@ -249,7 +249,7 @@ def _cut_slice(
     last = start + (axis.count - 1) * step
     if step < 1:
         msg = f"a step of {step}"
-        raise UnsupportedSelectionError(msg)
+        raise UnsupportedRequestError(msg)
     chunk = np.arange(start // chunk_len, last // chunk_len + 1, dtype=np.int64)
     # The first element at or after each chunk's first position.
     edges = np.append(chunk, chunk[-1] + 1) * chunk_len
@@ -286,12 +286,12 @@ def _points(
     """Pieces of a selection by coordinates: one index array for each axis."""
     if len(out_sel) != 1 or len(out_shape) != 1:
         msg = f"coordinates for an output of {len(out_shape)} axes"
-        raise UnsupportedSelectionError(msg)
+        raise UnsupportedRequestError(msg)
     found = [_along(s, n) for s, n in zip(chunk_sel, layout.file_shape, strict=True)]
     n_out, where = _along(out_sel[0], out_shape[0])
     if any(n != n_out for n, _ in found):
         msg = f"coordinate arrays of {[n for n, _ in found]} elements for {n_out}"
-        raise UnsupportedSelectionError(msg)
+        raise UnsupportedRequestError(msg)
     target = _indices(where, n_out) * out_strides[0]
     chunk_strides = _c_strides(layout.chunk_shape, layout.dtype.itemsize)
     source, owner = np.zeros(n_out, np.int64), np.zeros(n_out, np.int64)

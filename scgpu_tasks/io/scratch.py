@@ -1,0 +1,330 @@
+"""Streams and scratch memory of GPU reads: pooled, bounded, reused, and freed on request.
+
+A read borrows one :class:`Reader` from the pool of its device. There are a fixed number of
+readers a device, and what each may allocate is limited, so that scratch never takes more than
+a quarter of the device, however many threads read.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scgpu_tasks.errors import MissingPackageError
+from scgpu_tasks.io import nvcomp
+
+READERS = 8
+"""Reads that run at the same time on one device; more wait for their turn."""
+
+SCRATCH_SHARE = 0.25
+"""Largest part of a device's memory that all its readers together hold."""
+
+BATCH_BYTES = 512 * 2**20
+"""Decoded bytes of one decoder call, where the scratch allows it; 2,048 chunks of 256 KiB."""
+
+BATCH_CHUNKS = 16_384
+"""Most chunks of one decoder call."""
+
+# A batch takes its stored bytes twice (one batch is read while one is decoded), nvCOMP's
+# scratch, measured as 3.1 times the output, and the chunks that are not wanted whole.
+_SCRATCH_PER_BYTE = 2 + 3.1 + 1
+
+KVIKIO_SETTINGS = {"task_size": 16 * 2**20, "bounce_buffer_size": 16 * 2**20}
+"""Measured best on an H200; the number of threads follows from the machine."""
+
+_ENVIRONMENT = {
+    "num_threads": ("KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"),
+    "task_size": ("KVIKIO_TASK_SIZE",),
+    "bounce_buffer_size": ("KVIKIO_BOUNCE_BUFFER_SIZE",),
+}
+
+_PIP = "pip install 'scgpu-tasks[cu13]' (or [cu12] for CUDA 12)"
+
+_MIB = 2**20
+
+# A sound frame that holds these eight bytes raw; it stands in for frames that are not.
+SPARE_FRAME = b"\x28\xb5\x2f\xfd\x20\x08\x41\x00\x00" + b"replaced"
+
+
+def require_gpu() -> None:
+    """Check that this process can read by GPU, and set KvikIO up for this machine.
+
+    Raises
+    ------
+    MissingPackageError
+        Names what is missing, and the pip line.
+    """
+    _cupy()
+    _kvikio()
+    nvcomp.load()
+
+
+@cache
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        msg = f"reading by GPU needs CuPy: {_PIP}"
+        raise MissingPackageError(msg) from error
+    try:
+        n = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        msg = f"reading by GPU needs an NVIDIA GPU and its driver: {error}"
+        raise MissingPackageError(msg) from error
+    if n == 0:
+        msg = "reading by GPU needs an NVIDIA GPU: CUDA sees none"
+        raise MissingPackageError(msg)
+    return cupy
+
+
+@cache
+def _kvikio() -> Any:
+    try:
+        import kvikio
+        import kvikio.defaults
+    except ImportError as error:
+        msg = f"reading by GPU needs KvikIO: {_PIP}"
+        raise MissingPackageError(msg) from error
+    wanted = {"num_threads": io_threads(), **KVIKIO_SETTINGS}
+    for name, value in wanted.items():
+        # Whoever set KvikIO up by its environment keeps that.
+        if not any(key in os.environ for key in _ENVIRONMENT[name]):
+            kvikio.defaults.set(name, value)
+    return kvikio
+
+
+def io_threads() -> int:
+    """Return KvikIO's number of threads: the cores for each GPU, from 4 to 16."""
+    cores = len(os.sched_getaffinity(0))
+    return max(4, min(16, cores // max(1, _cupy().cuda.runtime.getDeviceCount())))
+
+
+def open_file(path: str) -> Any:
+    """Open a file for KvikIO."""
+    return _kvikio().CuFile(path, "r")
+
+
+class DeviceBuffer:
+    """Device memory that grows when more is asked for, and is kept until it is freed."""
+
+    def __init__(self) -> None:
+        self._memory: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self._memory is None else int(self._memory.nbytes)
+
+    def reserve(self, nbytes: int, stream: Any) -> Any:
+        """Return at least this many bytes as a CuPy array; earlier contents are lost."""
+        if self.nbytes < nbytes:
+            cp = _cupy()
+            self._memory = None
+            rounded = -(-nbytes // (2 * _MIB)) * 2 * _MIB
+            with stream:
+                try:
+                    self._memory = cp.empty(rounded, dtype=cp.uint8)
+                except cp.cuda.memory.OutOfMemoryError:
+                    release_memory()
+                    self._memory = cp.empty(rounded, dtype=cp.uint8)
+            # The allocator orders reuse by stream, but KvikIO writes outside of streams.
+            stream.synchronize()
+        return self._memory
+
+    def free(self) -> None:
+        """Give the memory back to the allocator."""
+        self._memory = None
+
+
+class PinnedBuffer:
+    """Page-locked host memory that grows; copies from and to it need no staging."""
+
+    def __init__(self) -> None:
+        self._memory: Any = None
+        self._view = np.empty(0, dtype=np.uint8)
+
+    def reserve(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return at least this many bytes; earlier contents are lost."""
+        if len(self._view) < nbytes:
+            rounded = max(2 * len(self._view), -(-nbytes // 65536) * 65536)
+            self._memory = _cupy().cuda.alloc_pinned_memory(rounded)
+            self._view = np.frombuffer(self._memory, dtype=np.uint8, count=rounded)
+        return self._view
+
+
+class Slot:
+    """Buffers of one batch in flight; a reader has two, so that reading overlaps decoding."""
+
+    def __init__(self) -> None:
+        self.stored = DeviceBuffer()
+        self.arrays = DeviceBuffer()
+        self.upload = PinnedBuffer()
+        self.verdict = PinnedBuffer()
+        self.done = _cupy().cuda.Event(block=True, disable_timing=True)
+
+
+@dataclass
+class Kernels:
+    """The functions of ``chunks.cu`` for one device."""
+
+    check_frames: Any
+    check_crcs: Any
+    judge: Any
+    scatter: Any
+
+
+def kernel_source() -> str:
+    """Return the CUDA source of the kernels around the decoder."""
+    return files("scgpu_tasks.io").joinpath("chunks.cu").read_text()
+
+
+class Reader:
+    """What one read uses on its device: a stream, two slots, scratch, kernels.
+
+    Parameters
+    ----------
+    device
+        Number of the current device.
+    """
+
+    def __init__(self, device: int) -> None:
+        cp = _cupy()
+        self.device = device
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        self.slots = (Slot(), Slot())
+        self.temp = DeviceBuffer()
+        self.decoded = DeviceBuffer()
+        self.kernels = _kernels(device)
+        self.nvcomp = nvcomp.load()
+        self.spare = cp.array(np.frombuffer(SPARE_FRAME, dtype=np.uint8))
+        cp.cuda.get_current_stream().synchronize()
+
+    def free(self) -> None:
+        """Give all memory back; the stream must be idle."""
+        for slot in self.slots:
+            slot.stored.free()
+            slot.arrays.free()
+        self.temp.free()
+        self.decoded.free()
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held."""
+        buffers = [self.temp, self.decoded]
+        for slot in self.slots:
+            buffers += [slot.stored, slot.arrays]
+        return sum(b.nbytes for b in buffers)
+
+
+@cache
+def _kernels(device: int) -> Kernels:  # noqa: ARG001  a module is loaded once a device
+    module = _cupy().RawModule(code=kernel_source(), options=("-std=c++17",))
+    names = ("check_frames", "check_crcs", "judge", "scatter")
+    return Kernels(*(module.get_function(name) for name in names))
+
+
+class _Pool:
+    """The readers of one device."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._free: list[Reader] = []
+        self._lock = threading.Lock()
+        self._turn = threading.BoundedSemaphore(READERS)
+        total = _cupy().cuda.runtime.memGetInfo()[1]
+        self.batch_bytes = int(
+            min(BATCH_BYTES, SCRATCH_SHARE * total / READERS / _SCRATCH_PER_BYTE)
+        )
+
+    @contextmanager
+    def borrow(self) -> Iterator[Reader]:
+        """Wait for a turn, and lend a reader; its stream is idle when it comes back."""
+        cp = _cupy()
+        with self._turn:
+            with self._lock:
+                reader = self._free.pop() if self._free else None
+            if reader is None:
+                reader = Reader(self.device)
+            sound = False
+            try:
+                yield reader
+                sound = True
+            finally:
+                # Nothing may still write into the caller's output, or into scratch that the
+                # next read uses, also after an error. After a CUDA error the reader is lost.
+                try:
+                    reader.stream.synchronize()
+                except cp.cuda.runtime.CUDARuntimeError:
+                    if sound:
+                        raise
+                else:
+                    with self._lock:
+                        self._free.append(reader)
+
+    def release(self) -> int:
+        """Free the memory of the readers that are not in use; return how much it was."""
+        with self._lock:
+            idle, self._free = self._free, []
+        nbytes = sum(reader.nbytes for reader in idle)
+        for reader in idle:
+            reader.free()
+        with self._lock:
+            self._free.extend(idle)
+        return nbytes
+
+    def held(self) -> int:
+        """Return the device memory of the readers that are not in use."""
+        with self._lock:
+            return sum(reader.nbytes for reader in self._free)
+
+
+_pools: dict[int, _Pool] = {}
+_pools_lock = threading.Lock()
+
+
+def pool_of(device: int) -> _Pool:
+    """Return the pool of the current device, whose number this is."""
+    with _pools_lock:
+        found = _pools.get(device)
+        if found is None:
+            require_gpu()
+            found = _pools[device] = _Pool(device)
+    return found
+
+
+def scratch_held() -> int:
+    """Return the bytes of device memory that idle readers of this process hold."""
+    with _pools_lock:
+        pools = list(_pools.values())
+    return sum(pool.held() for pool in pools)
+
+
+def release_memory() -> int:
+    """Free the scratch of reads that are not running, on every device of this process.
+
+    Returns
+    -------
+    Bytes of device memory that were given back.
+    """
+    with _pools_lock:
+        pools = list(_pools.values())
+    if not pools:
+        return 0
+    cp = _cupy()
+    nbytes = 0
+    for pool in pools:
+        with cp.cuda.Device(pool.device):
+            nbytes += pool.release()
+    # What CuPy's own pools keep is memory that nobody else can have.
+    cp.get_default_memory_pool().free_all_blocks()
+    cp.get_default_pinned_memory_pool().free_all_blocks()
+    return nbytes
