@@ -1,9 +1,9 @@
 """Any AnnData in, a store out that a GPU reads fast: streamed, verified, resumable."""
 
 from scgpu_tasks.io.convert.convert import ConvertResult, convert_zarr, is_current
-from scgpu_tasks.io.convert.execute import Progress
 from scgpu_tasks.io.convert.manifest import manifest_path, read_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
+from scgpu_tasks.io.convert.progress import Progress
 
 __all__ = [
     "ConvertResult",

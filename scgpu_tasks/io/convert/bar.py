@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from scgpu_tasks.io.convert.execute import Progress
+from scgpu_tasks.io.convert.progress import Progress
 
 
 @contextmanager

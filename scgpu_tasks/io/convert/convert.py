@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,25 +12,17 @@ from typing import Any
 import zarr
 
 import scgpu_tasks
-from scgpu_tasks.errors import OutputError, StoreError
+from scgpu_tasks.errors import StoreError
 from scgpu_tasks.io.convert import elements
 from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c
-from scgpu_tasks.io.convert.execute import (
-    Job,
-    Meter,
-    Progress,
-    all_jobs,
-    default_workers,
-    do_job,
-    run_threads,
-    write_error,
-)
 from scgpu_tasks.io.convert.manifest import read_manifest, write_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
-from scgpu_tasks.io.convert.plan import Plan, make_plan
+from scgpu_tasks.io.convert.prepare import check_matrices, prepare
+from scgpu_tasks.io.convert.progress import Job, Meter, Progress, all_jobs
+from scgpu_tasks.io.convert.runner import Runner
 from scgpu_tasks.io.convert.space import check_space
-from scgpu_tasks.io.convert.values import Values, check_sparse
 from scgpu_tasks.io.convert.work import WorkFolder, check_places, remove
+from scgpu_tasks.io.convert.worker import Task, Worker, write_error
 from scgpu_tasks.io.source import Source, absolute, open_source, source_stamp
 
 
@@ -109,7 +99,8 @@ def convert_zarr(
     verify
         Read every array back and compare it with the source.
     workers
-        Number of threads; default: one per processor.
+        Number of threads. Default: the current Dask client's workers, if there is one, else a
+        thread for each processor.
     progress
         Called after each shard.
 
@@ -132,18 +123,16 @@ def convert_zarr(
     check_places(absolute(src), target, overwrite=overwrite)
     with open_source(src) as source, WorkFolder(target) as work:
         conversion = _Conversion(source, work, spec, verify=verify)
-        done = conversion.run(workers or default_workers(), progress)
-        if source.stamp() != conversion.stamp:
-            msg = (
-                f"{source.path} changed while it was converted, so {target} was not made; run "
-                "the same command again once nobody writes to the source"
-            )
-            raise StoreError(msg)
         try:
+            done = conversion.run(workers, progress)
+            if source.stamp() != conversion.stamp:
+                msg = (
+                    f"{source.path} changed while it was converted, so {target} was not made; "
+                    "run the same command again once nobody writes to the source"
+                )
+                raise StoreError(msg)
             work.publish(overwrite=overwrite)
         except OSError as error:
-            if isinstance(error, OutputError):
-                raise
             raise write_error(error, target) from error
         return ConvertResult(
             path=str(target),
@@ -152,7 +141,7 @@ def convert_zarr(
             source_stamp=conversion.stamp,
             verified=verify,
             seconds=time.monotonic() - begun,
-            notes=(*work.notes, *conversion.plan.notes),
+            notes=(*work.notes, *conversion.values.plan.notes),
             **done,
         )
 
@@ -177,12 +166,13 @@ class _Conversion:
     ) -> None:
         self.source, self.work, self.spec, self.verify = source, work, spec, verify
         self.stamp = source.stamp()
-        self.plan: Plan = make_plan(source, spec)
-        self.values = Values(source, self.plan, work.scratch)
-        for item in self.plan.sparse:
-            check_sparse(self.values, item)
+        self.worker = Worker(Task(source.path, str(work.root), spec, verify), source)
+        self.values = self.worker.values
+        check_matrices(self.values)
 
-    def run(self, workers: int, progress: Callable[[Progress], None] | None) -> dict[str, Any]:
+    def run(
+        self, threads: int | None, progress: Callable[[Progress], None] | None
+    ) -> dict[str, Any]:
         """Write everything that is missing; the store is complete then, but for its name."""
         work = self.work
         key = {
@@ -193,31 +183,25 @@ class _Conversion:
             "scgpu_tasks": scgpu_tasks.__version__,
             "zarr": zarr.__version__,
         }
-        jobs = all_jobs(self.values)
-        try:
-            resumed = work.begin(key)
-            finished = self._finished() if resumed else {}
-            check_space(
-                self.values, [j for j in jobs if j.key not in finished], work, self.spec
-            )
-            remove(work.scratch)
-            self._write_small(resumed)
-            reused = [job for job in jobs if job.key in finished]
-            finished |= self._write_arrays(jobs, reused, finished, workers, progress)
-            shutil.rmtree(work.scratch, ignore_errors=True)
-            self._finish(finished)
-        except OSError as error:
-            if hasattr(error, "message") or isinstance(error, OutputError | StoreError):
-                raise
-            raise write_error(error, work.root) from error
+        finished = self._finished() if work.begin(key) else {}
+        self.values.update_plan()
+        jobs = [job for job in all_jobs(self.values.plan) if job.key not in finished]
+        check_space(self.values, jobs, work, self.spec)
+        remove(work.scratch)
+        with Runner(self.worker, threads) as runner:
+            prepare(runner)
+            self._write_small()
+            jobs = all_jobs(self.values.plan)
+            reused = sum(job.key in finished for job in jobs)
+            finished |= self._write_arrays(runner, jobs, finished, progress)
+        self._finish(finished)
         lines = list(finished.values())
-        obs, var = (self._length(name) for name in ("obs", "var"))
         return {
-            "shape": (obs, var),
+            "shape": (self._length("obs"), self._length("var")),
             "decoded_bytes": sum(line["decoded"] for line in lines),
             "stored_bytes": sum(line["size"] for line in lines),
             "shards": len(jobs),
-            "shards_reused": len(reused),
+            "shards_reused": reused,
         }
 
     def _length(self, name: str) -> int:
@@ -236,10 +220,10 @@ class _Conversion:
                 found[line["key"]] = line
         return found
 
-    def _write_small(self, resumed: bool) -> None:
+    def _write_small(self) -> None:
         """Write groups, array metadata, strings and single elements; shards stay."""
-        work, plan = self.work, self.plan
-        if resumed and any(line.get("small") for line in work.journal()):
+        work, plan = self.work, self.values.plan
+        if any(line.get("small") == self.verify for line in work.journal()):
             return
         root = zarr.open_group(str(work.store), mode="a", zarr_format=3)
         elements.create_groups(root, plan)
@@ -253,36 +237,20 @@ class _Conversion:
             elements.copy_element(self.source, at, root, path)
         if plan.legacy:
             elements.copy_legacy(self.source, root, work.scratch_name())
-        work.note({"small": True})
+        work.note({"small": self.verify})
 
     def _write_arrays(
         self,
+        runner: Runner,
         jobs: list[Job],
-        reused: list[Job],
         finished: dict[str, dict[str, Any]],
-        workers: int,
         progress: Callable[[Progress], None] | None,
     ) -> dict[str, dict[str, Any]]:
-        work = self.work
         missing = [job for job in jobs if job.key not in finished]
-        meter = Meter(jobs, progress, reused)
-        lock = threading.Lock()
-
-        def one(job: Job) -> dict[str, Any]:
-            with lock:
-                scratch = work.scratch_name()
-            return do_job(
-                self.values,
-                work.store,
-                scratch,
-                job,
-                level=self.spec.level,
-                verify=self.verify,
-            )
-
+        meter = Meter(jobs, progress, [job for job in jobs if job.key in finished])
         lines = {}
-        for job, line in run_threads(missing, one, workers):
-            work.note(line)
+        for job, line in runner.map("write", missing, "prepared"):
+            self.work.note(line)
             lines[job.key] = line
             meter.add(job)
         return lines

@@ -92,6 +92,7 @@ class SparseItem:
 class Plan:
     """All that a conversion writes, in order."""
 
+    spec: ConvertSpec
     groups: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     arrays: list[ArrayItem] = field(default_factory=list)
     sparse: list[SparseItem] = field(default_factory=list)
@@ -100,9 +101,23 @@ class Plan:
     legacy: bool = False
     notes: list[str] = field(default_factory=list)
 
+    _by_path: dict[str, ArrayItem] = field(default_factory=dict)
+
     def array(self, path: str) -> ArrayItem:
-        """Item that goes to `path`."""
-        return next(item for item in self.arrays if item.path == path)
+        """Return the item that goes to `path`."""
+        if len(self._by_path) != len(self.arrays):
+            self._by_path = {item.path: item for item in self.arrays}
+        return self._by_path[path]
+
+    def matrix(self, path: str) -> SparseItem:
+        """Return the sparse matrix that goes to `path`."""
+        return next(item for item in self.sparse if item.path == path)
+
+    def replace(self, items: list[ArrayItem]) -> None:
+        """Put items in place of those with the same paths."""
+        new = {item.path: item for item in items}
+        self.arrays = [new.get(item.path, item) for item in self.arrays]
+        self._by_path = {}
 
 
 def make_plan(source: Source, spec: ConvertSpec) -> Plan:
@@ -113,7 +128,7 @@ def make_plan(source: Source, spec: ConvertSpec) -> Plan:
     FormatError
         Something in it cannot be stored as zarr, such as a slash in a column's name.
     """
-    plan = Plan()
+    plan = Plan(spec)
     root = source.root
     attrs = plain_attrs(root)
     attrs = {"encoding-type": "anndata", "encoding-version": "0.1.0"} | attrs

@@ -8,8 +8,8 @@ import numpy as np
 
 from scgpu_tasks.errors import OutputError
 from scgpu_tasks.io.convert.encode import compress
-from scgpu_tasks.io.convert.execute import Job
 from scgpu_tasks.io.convert.options import ConvertSpec
+from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.values import Values
 from scgpu_tasks.io.convert.work import WorkFolder
 
@@ -53,7 +53,12 @@ def scratch_bytes(values: Values) -> int:
         reader = values.reader(item.source)
         if reader.spills:
             total += values.source.node(item.source).nbytes
-    return total
+    for matrix in values.plan.sparse:
+        if matrix.transpose:
+            # A run holds row, column and value of an entry, a band column and value.
+            value = values.reader(f"{matrix.source}/data").dtype.itemsize
+            total += matrix.nnz * (12 + 2 * value)
+    return max(0, total - values.prepared.bytes_kept())
 
 
 def check_space(values: Values, jobs: list[Job], work: WorkFolder, spec: ConvertSpec) -> None:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from scgpu_tasks.errors import DataError, FormatError
-from scgpu_tasks.io.convert.plan import ArrayItem, Plan, SparseItem
+from scgpu_tasks.io.convert.plan import ArrayItem, Plan, SparseItem, sparse_arrays
+from scgpu_tasks.io.convert.prepared import Prepared
 from scgpu_tasks.io.convert.readers import ArrayReader
+from scgpu_tasks.io.convert.rearrange import SortedRows
+from scgpu_tasks.io.convert.transpose import Transposition
 from scgpu_tasks.io.source import Source
 
 Rows = Callable[[int, int], np.ndarray]
 _INDPTR_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows of a sparse matrix before they are sorted: borders, and functions that read."""
+
+    indptr: np.ndarray
+    indices: Rows
+    data: Rows
 
 
 class Values:
@@ -25,14 +38,26 @@ class Values:
         The open source.
     plan
         What is to be written.
+    prepared
+        What is known of rearranged matrices.
     scratch
-        Folder for what has to be decoded or rearranged on disk first.
+        Folder for what has to be decoded to disk first.
     """
 
-    def __init__(self, source: Source, plan: Plan, scratch: Path) -> None:
-        self.source, self.plan, self.scratch = source, plan, scratch
+    def __init__(self, source: Source, plan: Plan, prepared: Prepared, scratch: Path) -> None:
+        self.source, self.plan, self.prepared = source, plan, prepared
+        self.scratch = scratch
         self._readers: dict[str, ArrayReader] = {}
-        self._items = {item.path: item for item in plan.arrays}
+        self._transpositions: dict[str, Transposition] = {}
+
+    def update_plan(self) -> None:
+        """Put the number of entries left without duplicates into the plan, if known."""
+        for item in self.plan.sparse:
+            new = self.prepared.load(item.path, "distinct") if item.dedupe else None
+            if new is not None:
+                node = self.source.node(item.source)
+                arrays = sparse_arrays(self.plan.spec, item, node, int(new[-1]))
+                self.plan.replace(arrays)
 
     def reader(self, path: str) -> ArrayReader:
         """Reader of an array of the source; opened once."""
@@ -42,17 +67,67 @@ class Values:
 
     def rows(self, path: str) -> Rows:
         """Return the function that computes rows of the array that goes to `path`."""
-        item = self._items[path]
-        reader = self.reader(item.source)
+        item = self.plan.array(path)
+        read = self.reader(item.source) if item.kind == "copy" else self._rearranged(item)
         dtype = np.dtype(item.layout.dtype)
 
-        def copied(start: int, stop: int) -> np.ndarray:
-            values = reader(start, stop)
+        def stored(start: int, stop: int) -> np.ndarray:
+            values = read(start, stop)
             if item.limit is not None:
                 self._check_range(item, values, start)
             return self._cast(item, values, dtype, start)
 
-        return copied
+        return stored
+
+    def _rearranged(self, item: ArrayItem) -> Rows:
+        """Return the function that computes entries of a matrix whose rows are sorted."""
+        path, _, part = item.path.rpartition("/")
+        matrix = self.plan.matrix(path)
+        stored = self.stored_rows(path)
+        new = self.prepared.load(path, "distinct") if matrix.dedupe else None
+        if part == "indptr":
+            borders = stored.indptr if new is None else new
+            return lambda start, stop: np.asarray(borders[start:stop])
+        if matrix.transpose and not matrix.dedupe:
+            return stored.indices if part == "indices" else stored.data
+        rows = SortedRows(stored.indptr, stored.indices, stored.data, new_indptr=new)
+        return rows.indices if part == "indices" else rows.data
+
+    def stored_rows(self, path: str) -> StoredRows:
+        """Rows of a matrix as they are before sorting: in the source, or transposed."""
+        matrix = self.plan.matrix(path)
+        if matrix.transpose:
+            turned = self.transposition(path)
+            return StoredRows(turned.rows, turned.indices, turned.data)
+        return self._source_rows(matrix)
+
+    def _source_rows(self, matrix: SparseItem) -> StoredRows:
+        at = matrix.source
+        indptr = self.prepared.load(matrix.path, "indptr")
+        if indptr is None:
+            msg = f"{matrix.path} has not been prepared"
+            raise FormatError(msg)
+        indices = self.reader(f"{at}/indices")
+        return StoredRows(indptr, indices, self.reader(f"{at}/data"))
+
+    def transposition(self, path: str) -> Transposition:
+        """Return the transposition of a CSC matrix whose rows have been counted."""
+        if path not in self._transpositions:
+            stored = self._source_rows(self.plan.matrix(path))
+            rows = self.prepared.load(path, "rows")
+            if rows is None:
+                msg = f"the rows of {path} have not been counted"
+                raise FormatError(msg)
+            dtype = self.reader(f"{self.plan.matrix(path).source}/data").dtype
+            self._transpositions[path] = Transposition(
+                self.prepared.folder(path),
+                stored.indptr,
+                rows,
+                stored.indices,
+                stored.data,
+                dtype,
+            )
+        return self._transpositions[path]
 
     def _check_range(self, item: ArrayItem, values: np.ndarray, start: int) -> None:
         if not values.size or (values.min() >= 0 and values.max() < (item.limit or 0)):

@@ -1,0 +1,134 @@
+"""Run the parts of a conversion on threads of this process, or on a Dask cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from scgpu_tasks.errors import ClusterError
+from scgpu_tasks.io.convert.worker import Worker, remote
+
+
+class Runner:
+    """Applies a method of `Worker` to many jobs; use it in a ``with`` statement.
+
+    Parameters
+    ----------
+    worker
+        This process's worker.
+    threads
+        Number of threads; None: the current Dask client if there is one, else a thread for
+        each processor.
+    """
+
+    def __init__(self, worker: Worker, threads: int | None) -> None:
+        self.worker = worker
+        self._threads = threads or default_threads()
+        self._ask_client = threads is None
+        self._client: Any = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Runner:
+        if self._ask_client and worker_can_travel(self.worker):
+            self._client = _current_client(self._stack)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def map(self, method: str, jobs: Sequence[Any], stage: str) -> Iterator[tuple[Any, Any]]:
+        """Yield each job and what the method made of it, as they end.
+
+        The first error stops the rest. `stage` names what has been prepared so far.
+        """
+        if self._client is None:
+            return self._on_threads(method, jobs)
+        return self._on_cluster(method, jobs, stage)
+
+    def _on_threads(self, method: str, jobs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        stop = threading.Event()
+        function = getattr(self.worker, method)
+
+        def guarded(job: Any) -> tuple[bool, Any]:
+            return (False, None) if stop.is_set() else (True, function(job))
+
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="convert") as pool:
+            pending: dict[Future[tuple[bool, Any]], Any] = {}
+            queue = iter(jobs)
+            try:
+                while True:
+                    while len(pending) < 2 * self._threads:
+                        job = next(queue, None)
+                        if job is None:
+                            break
+                        pending[pool.submit(guarded, job)] = job
+                    if not pending:
+                        return
+                    done, _ = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        job = pending.pop(future)
+                        ran, result = future.result()
+                        if ran:
+                            yield job, result
+            finally:
+                stop.set()
+
+    def _on_cluster(
+        self, method: str, jobs: Sequence[Any], stage: str
+    ) -> Iterator[tuple[Any, Any]]:
+        from distributed import as_completed
+        from distributed.scheduler import KilledWorker
+
+        task = self.worker.task
+        futures = {
+            self._client.submit(remote, task, stage, method, job, pure=False): job
+            for job in jobs
+        }
+        try:
+            for future in as_completed(list(futures)):
+                try:
+                    result = future.result()
+                except KilledWorker as error:
+                    msg = (
+                        f"a Dask worker died several times over {futures[future]}; give the "
+                        "workers more memory, and run the same command again"
+                    )
+                    raise ClusterError(msg) from error
+                yield futures.pop(future), result
+        finally:
+            if futures:
+                self._client.cancel(list(futures))
+
+
+def worker_can_travel(worker: Worker) -> bool:
+    """Whether other processes can open the same source and work folder."""
+    return not worker.source.path.startswith("memory://")
+
+
+def _current_client(stack: contextlib.ExitStack) -> Any:
+    """Find the Dask client to use; within a task of a worker, one that frees its thread."""
+    if "distributed" not in sys.modules:
+        # Nobody can have made a client.
+        return None
+    from distributed import Client, get_worker, worker_client
+
+    try:
+        get_worker()
+    except ValueError:
+        try:
+            return Client.current()
+        except ValueError:
+            return None
+    return stack.enter_context(worker_client())
+
+
+def default_threads() -> int:
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,65 @@
+"""Read back what was written, through zarr, and compare it with the source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+
+from scgpu_tasks.errors import CorruptChunkError
+from scgpu_tasks.io.arrays import attach_pipeline, host_pipeline
+from scgpu_tasks.io.convert.encode import pieces
+from scgpu_tasks.io.convert.layout import Layout
+from scgpu_tasks.io.convert.progress import Job
+from scgpu_tasks.io.convert.values import Values
+
+
+def verify_file(values: Values, store: Path, job: Job) -> None:
+    """Read one file back through zarr and compare every byte with the source.
+
+    Raises
+    ------
+    CorruptChunkError
+        They differ: names the array, shard, chunk, position and both values.
+    """
+    item = values.plan.array(job.path)
+    layout = item.layout
+    array: zarr.Array[Any] = zarr.open_array(str(store / job.path), mode="r", zarr_format=3)
+    attach_pipeline(array, host_pipeline(array))
+    rows = values.rows(job.path)
+    box = layout.box(job.coords)
+    for start, stop in pieces(layout, box[0].start, box[0].stop):
+        want = rows(start, stop)
+        try:
+            found = np.asarray(array[start:stop])
+        except (RuntimeError, ValueError, OSError) as error:
+            msg = f"rows {start}:{stop} cannot be read back ({error}); run the conversion again"
+            raise CorruptChunkError(
+                msg, store=str(store), array=job.path, shard=job.key
+            ) from error
+        if not same_bytes(want, found):
+            raise _difference(want, found, start, layout, store, job)
+
+
+def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays are the same to the last bit, so that NaN equals NaN."""
+    if a.shape != b.shape or a.dtype.newbyteorder("=") != b.dtype.newbyteorder("="):
+        return False
+    left, right = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    return bool((left.reshape(-1).view(np.uint8) == right.reshape(-1).view(np.uint8)).all())
+
+
+def _difference(
+    want: np.ndarray, found: np.ndarray, start: int, layout: Layout, store: Path, job: Job
+) -> CorruptChunkError:
+    raw = [np.ascontiguousarray(v).view(f"V{v.dtype.itemsize}") for v in (want, found)]
+    place = np.argwhere(raw[0] != raw[1])[0]
+    position = (start + int(place[0]), *(int(i) for i in place[1:]))
+    chunk = tuple(p // c for p, c in zip(position, layout.chunk, strict=True))
+    msg = (
+        f"position {', '.join(map(str, position))} holds {found[tuple(place)]!r} instead of "
+        f"the source's {want[tuple(place)]!r}; run the conversion again"
+    )
+    return CorruptChunkError(msg, store=str(store), array=job.path, shard=job.key, chunk=chunk)

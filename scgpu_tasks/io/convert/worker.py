@@ -1,0 +1,140 @@
+"""One process's share of a conversion: rearrange rows, write files, compare them."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import threading
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scgpu_tasks.errors import OutputError, ScgpuError
+from scgpu_tasks.io.convert import sorting
+from scgpu_tasks.io.convert.encode import write_file
+from scgpu_tasks.io.convert.options import ConvertSpec
+from scgpu_tasks.io.convert.plan import make_plan
+from scgpu_tasks.io.convert.prepared import Prepared
+from scgpu_tasks.io.convert.progress import Job
+from scgpu_tasks.io.convert.rearrange import row_blocks
+from scgpu_tasks.io.convert.values import Values
+from scgpu_tasks.io.convert.verify import verify_file
+from scgpu_tasks.io.source import Source, open_source
+
+
+@dataclass(frozen=True)
+class Task:
+    """All that a process must know to take part; picklable.
+
+    Attributes
+    ----------
+    source
+        Path or URL of the source.
+    root
+        The work folder.
+    spec
+        Options.
+    verify
+        Compare each file with the source.
+    """
+
+    source: str
+    root: str
+    spec: ConvertSpec
+    verify: bool
+
+
+class Worker:
+    """Does parts of a conversion; threads share it.
+
+    Parameters
+    ----------
+    task
+        What is converted into what.
+    source
+        The open source; opened here by default.
+    """
+
+    def __init__(self, task: Task, source: Source | None = None) -> None:
+        self.task = task
+        self.source = open_source(task.source) if source is None else source
+        root = Path(task.root)
+        self.store, self.scratch = root / "store", root / "scratch"
+        plan = make_plan(self.source, task.spec)
+        self.values = Values(self.source, plan, Prepared(root / "prepared"), self.scratch)
+        self.values.update_plan()
+
+    def write(self, job: Job) -> dict[str, Any]:
+        """Write one file, read it back and compare it.
+
+        Returns
+        -------
+        The line for the journal.
+        """
+        item = self.values.plan.array(job.path)
+        self.scratch.mkdir(exist_ok=True)
+        scratch, target = self.scratch / uuid.uuid4().hex, self.store / job.key
+        level, rows = self.task.spec.level, self.values.rows(job.path)
+        try:
+            written = write_file(target, scratch, item.layout, job.coords, level, rows)
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise write_error(error, target) from error
+        if self.task.verify:
+            verify_file(self.values, self.store, job)
+        return {"key": job.key, "verified": self.task.verify} | dataclasses.asdict(written)
+
+    def make_run(self, job: tuple[str, int]) -> None:
+        """Sort one run of columns by row."""
+        self.values.transposition(job[0]).make_run(job[1])
+
+    def make_band(self, job: tuple[str, int]) -> None:
+        """Gather one band of rows."""
+        self.values.transposition(job[0]).make_band(job[1])
+
+    def count_distinct(self, job: tuple[str, int]) -> np.ndarray:
+        """Count the distinct entries of each row of one block of rows."""
+        stored = self.values.stored_rows(job[0])
+        a, b = list(row_blocks(stored.indptr, 0, len(stored.indptr) - 1))[job[1]]
+        low, high = int(stored.indptr[a]), int(stored.indptr[b])
+        indptr = np.asarray(stored.indptr[a : b + 1]) - low
+        return sorting.count_distinct(indptr, stored.indices(low, high))
+
+
+_lock = threading.Lock()
+_latest: list[Worker] = []
+
+
+def remote(task: Task, stage: str, method: str, job: Any) -> Any:
+    """Run a method of this process's worker; called on a Dask worker.
+
+    `stage` changes when what was prepared has changed, so that the worker looks again.
+    """
+    with _lock:
+        if not _latest or (_latest[0].task, getattr(_latest[0], "stage", "")) != (task, stage):
+            for worker in _latest:
+                worker.source.close()
+            _latest[:] = [Worker(task)]
+            _latest[0].stage = stage  # type: ignore[attr-defined]
+        worker = _latest[0]
+    return getattr(worker, method)(job)
+
+
+def write_error(error: OSError, path: str | os.PathLike[str]) -> OSError:
+    """Say why something could not be written, and what to do."""
+    if isinstance(error, ScgpuError):
+        return error
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why = "the disk is full; free some space"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        why = "permission denied; give yourself the right to write there"
+    elif error.errno == errno.EROFS:
+        why = "the file system is read-only; make it writable"
+    else:
+        why = f"{error.strerror or error}; remove the cause"
+    msg = f"cannot write {path}: {why}, and run the same command again: it goes on from here"
+    return OutputError(msg)
