@@ -36,9 +36,10 @@ def cells_view(qc: QCResult) -> dict[str, Any]:
     """Return the figures and tables of the QC stage for the template."""
     summary, cells = qc.summary, qc.cells
     limits = Limits(summary.get("thresholds", {}))
+    sets = [name for name, n_genes in summary.get("gene_sets", {}).items() if n_genes]
     return {
-        "histograms": _histograms(cells, limits),
-        "grids": _grids(cells, limits),
+        "histograms": _histograms(cells, limits, sets),
+        "grids": _grids(cells, limits, sets),
         "filters": _filters(summary, limits),
         "variable": _variable(qc.genes),
         "top_genes": _top_genes(qc.genes),
@@ -106,18 +107,16 @@ def _kept_range(bounds: qc_figures.Bounds, unit: str) -> str:
     return f"Threshold: at most {high}{unit}. " if high is not None else ""
 
 
-def _histograms(cells: pd.DataFrame, limits: Limits) -> list[dict[str, str]]:
+def _histograms(cells: pd.DataFrame, limits: Limits, sets: list[str]) -> list[dict[str, str]]:
     kept = cells["passed_qc"].to_numpy(dtype=bool)
     shown: list[tuple[str, str, str, qc_figures.Bounds, bool]] = [
         ("n_genes_by_counts", "Genes per cell", "genes found", limits.genes, True),
         ("total_counts", "Counts per cell", "total counts", limits.counts, True),
     ]
-    shares = [c for c in cells if str(c).startswith("pct_counts_") and "_in_top_" not in str(c)]
-    for column in shares:
-        name = str(column).removeprefix("pct_counts_")
+    for name in sets:
         title = "Mitochondrial share" if name == "mt" else f"Share of {name}"
         bounds = limits.pct_mt if name == "mt" else (None, None)
-        shown.append((str(column), title, "% of counts", bounds, False))
+        shown.append((f"pct_counts_{name}", title, "% of counts", bounds, False))
     figures = []
     for number, (column, title, label, bounds, log) in enumerate(shown):
         values = cells[column]
@@ -133,7 +132,7 @@ def _histograms(cells: pd.DataFrame, limits: Limits) -> list[dict[str, str]]:
     return figures
 
 
-def _grids(cells: pd.DataFrame, limits: Limits) -> list[dict[str, str]]:
+def _grids(cells: pd.DataFrame, limits: Limits, sets: list[str]) -> list[dict[str, str]]:
     some = (cells["total_counts"] > 0) & (cells["n_genes_by_counts"] > 0)
     if not some.any():
         return []
@@ -148,7 +147,7 @@ def _grids(cells: pd.DataFrame, limits: Limits) -> list[dict[str, str]]:
             "caption": f"All cells, both axes logarithmic.{left_out}",
         }
     ]
-    if "pct_counts_mt" in cells and cells["pct_counts_mt"].notna().any():
+    if "mt" in sets:
         svg = qc_figures.percentage_over_grid(
             cells, "pct_counts_mt", counts=limits.counts, genes=limits.genes
         )

@@ -112,7 +112,8 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
         figure.savefig(buffer, format="svg", dpi=200, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # The style sheet would apply to the whole page; the report's own has the same rule.
+    svg = re.sub(r"\s*<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(xlink:href="|\bhref="|url\()#', rf"\1#{name}-", svg)
     for stand_in, variable in _VARIABLES.items():
