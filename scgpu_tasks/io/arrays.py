@@ -180,11 +180,7 @@ class RowArray:
         try:
             if self._to_gpu:
                 return self._read_gpu(start, stop)
-            values = np.asarray(
-                self.array.get_basic_selection(
-                    slice(start, stop), prototype=cpu.buffer_prototype
-                )
-            )
+            values = self._read_host(start, stop)
         except CorruptChunkError:
             raise
         except DECODE_ERRORS as error:
@@ -197,11 +193,18 @@ class RowArray:
             raise
         if not values.dtype.isnative:
             values = values.astype(values.dtype.newbyteorder("="))
-        values = np.ascontiguousarray(values)
         if self.device == "gpu":
             import cupy
 
             return cupy.asarray(values)
+        return values
+
+    def _read_host(self, start: int, stop: int) -> NDArray[Any]:
+        # zarr would allocate in the order of the metadata, and zarrs fills C order only.
+        values = np.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        if values.size:
+            out, prototype = cpu.NDBuffer(values), cpu.buffer_prototype
+            self.array.get_basic_selection(slice(start, stop), out=out, prototype=prototype)
         return values
 
     def _read_gpu(self, start: int, stop: int) -> Any:

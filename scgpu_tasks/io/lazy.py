@@ -139,22 +139,34 @@ def _table(root: zarr.Group, name: str, path: str) -> pd.DataFrame:
         msg = f"{name} of {path} cannot be read ({error}); {REWRITE}"
         raise FormatError(msg) from error
     if isinstance(table, np.ndarray) and table.dtype.names:
-        return _from_records(table)
+        return _from_records(table, root)
     if not isinstance(table, pd.DataFrame):
         msg = f"{name} of {path} is a {type(table).__name__}, not a table"
         raise FormatError(msg)
     return table
 
 
-def _from_records(records: np.ndarray) -> pd.DataFrame:
-    """Make a table of the structured array that anndata before 0.7 wrote; names come first."""
+def _from_records(records: np.ndarray, root: zarr.Group) -> pd.DataFrame:
+    """Make a table of the structured array that anndata before 0.7 wrote.
+
+    Names come first. Categories of a column lie in uns, under the column's name.
+    """
     columns: dict[str, Any] = {}
     for field in records.dtype.names or ():
         values = records[field]
-        columns[field] = np.char.decode(values, "utf-8") if values.dtype.kind == "S" else values
+        categories = f"uns/{field}_categories"
+        if categories in root:
+            names = np.atleast_1d(np.asarray(ad.io.read_elem(root[categories])))
+            columns[field] = pd.Categorical.from_codes(values, _text(names))
+        else:
+            columns[field] = _text(values)
     table = pd.DataFrame(columns)
     table.index = pd.Index(table.pop(table.columns[0]).astype(str), name=None)
     return table
+
+
+def _text(values: np.ndarray) -> np.ndarray:
+    return np.char.decode(values, "utf-8") if values.dtype.kind == "S" else values
 
 
 @contextmanager
