@@ -19,7 +19,6 @@ venv:
 demo: venv
 	@.venv/bin/python -m scgpu_tasks.demo demo/atlas.h5ad
 	@.venv/bin/python flows/qc_pca.py --source demo/atlas.h5ad --store demo/atlas.zarr --out demo/runs
-	@.venv/bin/python -m scgpu_tasks.demo --latest demo/runs
 
 test:
 	@.ci/run
