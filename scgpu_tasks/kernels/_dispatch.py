@@ -9,7 +9,10 @@ from typing import Any
 from scgpu_tasks.errors import FormatError
 
 # Package that holds each form, by the top-level package of the array's type.
-FORMS: dict[str, str] = {"numpy": "scgpu_tasks.kernels._cpu"}
+FORMS: dict[str, str] = {
+    "numpy": "scgpu_tasks.kernels._cpu",
+    "cupy": "scgpu_tasks.kernels._gpu",
+}
 
 
 def form(array: Any, kernel: str) -> ModuleType:

@@ -62,6 +62,8 @@ def make_rows(indptr: Any, indices: Any, data: Any, n_cols: int) -> Rows:
         )
         raise FormatError(msg)
     indices = _as_kernel_type(indices, _INDEX_TYPES)
+    # A reader may know indptr on the host while the values are on a GPU.
+    indptr = np.asarray(indptr, like=data)
     return Rows(indptr, indices, _as_kernel_type(data, _DATA_TYPES), int(n_cols))
 
 

@@ -15,23 +15,24 @@ def _gene_moments(indptr, indices, data, group, factor, transform, kept, left_ou
     memo = np.empty(MEMO)
     values = np.empty(longest_row(indptr))
     for row in range(len(indptr) - 1):
-        first, last = indptr[row], indptr[row + 1]
+        columns = indices[indptr[row] : indptr[row + 1]]
+        counts = data[indptr[row] : indptr[row + 1]]
         if group[row] < 0:
-            for k in range(first, last):
-                sums = left_out[indices[k]]
-                sums[0] += data[k]
-                sums[1] += data[k] != 0
+            for k in range(len(columns)):
+                sums = left_out[columns[k]]
+                sums[0] += counts[k]
+                sums[1] += counts[k] != 0
             continue
-        transform_row(data[first:last], factor[row], transform, memo, values)
+        transform_row(counts, factor[row], transform, memo, values)
         table = kept[group[row]]
-        for k in range(first, last):
+        for k in range(len(columns)):
             # One gene's four sums share a cache line.
-            column = indices[k]
-            value = values[k - first]
-            table[column, 0] += data[k]
-            table[column, 1] += np.float64(data[k] != 0)
-            table[column, 2] += value
-            table[column, 3] += value * value
+            sums = table[columns[k]]
+            value = values[k]
+            sums[0] += counts[k]
+            sums[1] += counts[k] != 0
+            sums[2] += value
+            sums[3] += value * value
 
 
 def gene_moments(
@@ -50,10 +51,12 @@ def _clipped_moments(indptr, indices, data, group, limit, out):
         g = group[row]
         if g < 0:
             continue
-        for k in range(indptr[row], indptr[row + 1]):
-            value = min(np.float64(data[k]), limit[g, indices[k]])
-            out[g, indices[k], 0] += value
-            out[g, indices[k], 1] += value * value
+        columns = indices[indptr[row] : indptr[row + 1]]
+        counts = data[indptr[row] : indptr[row + 1]]
+        for k in range(len(columns)):
+            value = min(np.float64(counts[k]), limit[g, columns[k]])
+            out[g, columns[k], 0] += value
+            out[g, columns[k], 1] += value * value
 
 
 def clipped_moments(rows: Rows, group: np.ndarray, limit: np.ndarray) -> np.ndarray:

@@ -16,12 +16,13 @@ def _project(indptr, indices, data, factor, transform, components, offset, out):
     values = np.empty(longest_row(indptr))
     score = np.empty(len(offset))
     for row in range(len(indptr) - 1):
-        first, last = indptr[row], indptr[row + 1]
-        transform_row(data[first:last], factor[row], transform, memo, values)
+        columns = indices[indptr[row] : indptr[row + 1]]
+        counts = data[indptr[row] : indptr[row + 1]]
+        transform_row(counts, factor[row], transform, memo, values)
         score[:] = -offset
-        for k in range(last - first):
+        for k in range(len(columns)):
             value = values[k]
-            loading = components[indices[first + k]]
+            loading = components[columns[k]]
             for j in range(len(score)):
                 score[j] += value * loading[j]
         out[row] = score

@@ -21,16 +21,17 @@ def _row_sums(indptr, data, n_genes, total):
     invalid_row = -1
     fractional_row = -1
     for row in range(len(indptr) - 1):
+        values = data[indptr[row] : indptr[row + 1]]
         summed = 0.0
-        found = 0
-        invalid = 0
-        fractional = 0
-        for k in range(indptr[row], indptr[row + 1]):
-            value = np.float64(data[k])
-            summed += value
-            found += value != 0.0
-            invalid += not (value >= 0.0 and value < np.inf)
-            fractional += value != np.floor(value)
+        found = np.int32(0)
+        invalid = np.int32(0)
+        fractional = np.int32(0)
+        for k in range(len(values)):
+            value = values[k]
+            summed += np.float64(value)
+            found += np.int32(value != 0)
+            invalid += np.int32(not (value >= 0 and value < np.inf))
+            fractional += np.int32(value != np.floor(value))
         n_genes[row] = found
         total[row] = summed
         if invalid and invalid_row < 0:
@@ -41,14 +42,44 @@ def _row_sums(indptr, data, n_genes, total):
 
 
 @njit(nogil=True, cache=True)
-def _set_totals(indptr, indices, data, gene_sets, totals):
+def _whole_row_sums(indptr, data, n_genes, total):
+    """`_row_sums` of whole numbers, summed as such."""
+    invalid_row = -1
     for row in range(len(indptr) - 1):
-        for k in range(indptr[row], indptr[row + 1]):
-            member = gene_sets[indices[k]]
-            if member:
-                for s in range(totals.shape[1]):
-                    if member >> np.uint64(s) & np.uint64(1):
-                        totals[row, s] += data[k]
+        values = data[indptr[row] : indptr[row + 1]]
+        summed = np.int64(0)
+        found = np.int32(0)
+        negative = np.int32(0)
+        for k in range(len(values)):
+            summed += np.int64(values[k])
+            found += np.int32(values[k] != 0)
+            negative += np.int32(values[k] < 0)
+        n_genes[row] = found
+        total[row] = summed
+        if negative and invalid_row < 0:
+            invalid_row = row
+    return invalid_row, -1
+
+
+@njit(nogil=True, cache=True)
+def _set_totals(indptr, indices, data, gene_sets, any_set, totals):
+    longest = 0
+    for row in range(len(indptr) - 1):
+        longest = max(longest, indptr[row + 1] - indptr[row])
+    members = np.empty(longest + 1, np.int64)
+    for row in range(len(indptr) - 1):
+        columns = indices[indptr[row] : indptr[row + 1]]
+        values = data[indptr[row] : indptr[row + 1]]
+        # Written always, kept sometimes: a branch here would be mispredicted.
+        n = np.uint64(0)
+        for k in range(len(columns)):
+            members[n] = k
+            n += np.uint64(any_set[columns[k]])
+        for k in members[:n]:
+            member = gene_sets[columns[k]]
+            for s in range(totals.shape[1]):
+                if member >> np.uint64(s) & np.uint64(1):
+                    totals[row, s] += values[k]
 
 
 @njit(nogil=True, cache=True)
@@ -105,10 +136,12 @@ def cell_metrics(
     """See `scgpu_tasks.kernels.qc.cell_metrics`."""
     n_genes = np.empty(rows.n_rows, np.int64)
     total = np.empty(rows.n_rows, np.float64)
-    invalid, fractional = _row_sums(rows.indptr, rows.data, n_genes, total)
+    sums = _row_sums if rows.data.dtype.kind == "f" else _whole_row_sums
+    invalid, fractional = sums(rows.indptr, rows.data, n_genes, total)
     set_totals = np.zeros((rows.n_rows, n_sets))
     if n_sets:
-        _set_totals(rows.indptr, rows.indices, rows.data, gene_sets, set_totals)
+        any_set = (gene_sets != 0).astype(np.uint8)
+        _set_totals(*rows[:3], gene_sets, any_set, set_totals)
     top_totals = np.zeros((rows.n_rows, len(tops)))
     if len(tops):
         counted = np.zeros(_HISTOGRAM, np.int64)

@@ -15,12 +15,18 @@ def _select(indptr, indices, data, keep, position, out_indptr, out_indices, out)
     for row in range(len(indptr) - 1):
         if not keep[row]:
             continue
-        for k in range(indptr[row], indptr[row + 1]):
+        columns = indices[indptr[row] : indptr[row + 1]]
+        values = data[indptr[row] : indptr[row + 1]]
+        row_indices = out_indices[end:]
+        row_values = out[end:]
+        n = np.uint64(0)
+        for k in range(len(columns)):
             # Written always, kept sometimes: a branch here would be mispredicted.
-            column = position[indices[k]]
-            out_indices[end] = column
-            out[end] = data[k]
-            end += np.int64(column >= 0) & np.int64(data[k] != 0)
+            column = position[columns[k]]
+            row_indices[n] = column
+            row_values[n] = values[k]
+            n += np.uint64(column >= 0) & np.uint64(values[k] != 0)
+        end += np.int64(n)
         kept += 1
         out_indptr[kept] = end
     return end

@@ -18,19 +18,20 @@ def transform_row(values, factor, transform, memo, out):
         memo[:] = -1.0
         for k in range(n):
             value = np.float64(values[k])
-            number = np.int64(value) if 0.0 <= value < MEMO else 0
-            if number == value:
-                if memo[number] < 0.0:
-                    memo[number] = np.log1p(value * factor)
-                out[k] = memo[number]
-            else:
-                out[k] = np.log1p(value * factor)
+            if 0.0 <= value < MEMO:
+                number = np.uint64(value)
+                if np.float64(number) == value:
+                    if memo[number] < 0.0:
+                        memo[number] = np.log1p(value * factor)
+                    out[k] = memo[number]
+                    continue
+            out[k] = np.log1p(value * factor)
     elif transform == SCALE:
         for k in range(n):
             out[k] = values[k] * factor
     elif transform == EXPM1:
         for k in range(n):
-            out[k] = np.expm1(values[k])
+            out[k] = np.expm1(np.float64(values[k]))
     else:
         for k in range(n):
             out[k] = values[k]

@@ -1,0 +1,281 @@
+"""Gram matrix on the GPU: tiles of dense rows, matrix products, float64 across tiles.
+
+The column mean of a block is taken off its values before the product and put back after it, in
+float64, so that the product's rounding errors are relative to the covariance and not to the
+means. The diagonal comes from float64 sums. Rows are multiplied in short stretches, whose
+products are added up in float64: within one, a tensor core's accumulator truncates, which would
+show in long sums.
+
+Errors are given in docs/benchmarks.md, against float64, relative to the square root of the
+product of the two genes' sums of squares around their means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from threading import local
+from typing import Any
+
+import numpy as np
+
+from scgpu_tasks.errors import ParameterError
+from scgpu_tasks.kernels._gpu.module import (
+    define,
+    kernel,
+    launch,
+    launch_items,
+    on_device,
+)
+from scgpu_tasks.kernels._gpu.moments import column_sums
+from scgpu_tasks.kernels.rows import Rows
+from scgpu_tasks.kernels.transform import Transform
+
+# From cublas_api.h and library_types.h.
+_OP_N, _OP_T, _DEFAULT_ALGORITHM = 0, 1, -1
+_R_32F, _R_64F, _R_16F = 0, 1, 2
+_COMPUTE_32F, _COMPUTE_64F, _COMPUTE_TF32 = 68, 70, 77
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How tiles are stored and multiplied; `form` is FORM in gram.cu.
+
+    Attributes
+    ----------
+    low_weight
+        Unit of the second part of a pair; 0 where numbers are not pairs.
+    stretch
+        Rows of one product.
+    """
+
+    form: int
+    stored: str
+    work: str
+    product: str
+    stored_type: int
+    product_type: int
+    compute: int
+    low_weight: float
+    stretch: int
+
+
+PRECISIONS: dict[str, Precision] = {
+    # Pairs of half-precision numbers, 22 bits together, on tensor cores.
+    "float16x2": Precision(
+        0, "float16", "float32", "float32", _R_16F, _R_32F, _COMPUTE_32F, 2.0**-11, 1024
+    ),
+    "float32": Precision(
+        1, "float32", "float32", "float32", _R_32F, _R_32F, _COMPUTE_32F, 0.0, 4096
+    ),
+    "tf32": Precision(
+        1, "float32", "float32", "float32", _R_32F, _R_32F, _COMPUTE_TF32, 0.0, 1024
+    ),
+    "tf32x2": Precision(
+        2, "float32", "float32", "float32", _R_32F, _R_32F, _COMPUTE_TF32, 1.0, 1024
+    ),
+    "float64": Precision(
+        3, "float64", "float64", "float64", _R_64F, _R_64F, _COMPUTE_64F, 0.0, 4096
+    ),
+}
+PRECISION = "float16x2"
+# Bytes of products, and of a tile, that wait on the device at a time.
+_SCRATCH = 1 << 29
+# Columns are a multiple of this: tensor cores want aligned rows.
+_ALIGN = 16
+# The square root of a column's sum of squares becomes at most this, so that every number is
+# well inside half precision's range.
+_TOP = 2.0**13
+
+_handles = local()
+
+
+def gram_add(
+    rows: Rows,
+    factor: Any,
+    transform: Transform,
+    n_dense: int,
+    gram: Any,
+    sums: Any,
+    *,
+    precision: str | None = None,
+    stretch: int | None = None,
+) -> None:
+    """See `scgpu_tasks.kernels.gram.gram_add`.
+
+    Parameters
+    ----------
+    n_dense
+        Says only which triangle `finish` expects to be filled: all columns are dense here.
+    precision
+        One of `PRECISIONS`. Default: `PRECISION`.
+    stretch
+        Rows of one product. Default: the precision's.
+
+    Raises
+    ------
+    ParameterError
+        There is no such precision.
+    """
+    how = PRECISIONS.get(precision or PRECISION)
+    if how is None:
+        msg = f"gram precision {precision!r} is not one of {', '.join(PRECISIONS)}"
+        raise ParameterError(msg)
+    if rows.n_rows == 0 or rows.n_cols == 0:
+        return
+    factor = on_device(factor, np.float64)
+    moments = column_sums(rows, factor, transform)
+    block = _Block(rows, factor, transform, how, moments, stretch or how.stretch)
+    sums += block.totals
+    block.add(n_dense, gram)
+
+
+def finish(gram: Any, n_dense: int) -> Any:
+    """See `scgpu_tasks.kernels.gram.finish`."""
+    sparse = gram[n_dense:, n_dense:]
+    diagonal = sparse.diagonal().copy()
+    sparse += sparse.T.copy()
+    sparse[np.arange(len(diagonal)), np.arange(len(diagonal))] = diagonal
+    gram[:n_dense, n_dense:] = gram[n_dense:, :n_dense].T
+    return gram
+
+
+class _Block:
+    """One block of rows on its way to the Gram matrix."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        factor: Any,
+        transform: Transform,
+        how: Precision,
+        moments: Any,
+        stretch: int,
+    ) -> None:
+        import cupy
+
+        self.rows, self.factor, self.transform, self.how = rows, factor, transform, how
+        self.padded = -(-rows.n_cols // _ALIGN) * _ALIGN
+        self.width = self.padded * (2 if how.low_weight else 1)
+        self.stretch = min(stretch, -(-rows.n_rows // _ALIGN) * _ALIGN)
+        self.totals, self.squares = moments[:, 0].copy(), moments[:, 1].copy()
+        self.shift = self.totals / rows.n_rows
+        # |value - mean| is at most twice the root of the sum of squares.
+        reach = cupy.maximum(2.0 * cupy.sqrt(self.squares), 1e-300)
+        self.scale = cupy.exp2(cupy.floor(cupy.log2(_TOP / reach)))
+        self.scale[self.squares == 0.0] = 1.0
+        self.base = cupy.zeros(self.padded, how.work)
+        self.base[: rows.n_cols] = -self.shift * self.scale
+        self.defines = define(
+            rows.data.dtype, rows.indices.dtype, FORM=how.form, PRODUCT=how.product
+        )
+
+    def add(self, n_dense: int, gram: Any) -> None:
+        """Add the block to `gram`."""
+        import cupy
+
+        n_columns = self.rows.n_cols
+        sums = cupy.zeros((self.padded, self.width), np.float64)
+        self._products(sums)
+        launch(
+            kernel("gram", "add_gram", self.defines),
+            (-(-n_columns // 32), -(-n_columns // 8)),
+            (32, 8),
+            (
+                sums,
+                self.width,
+                np.int32(self.padded),
+                np.float64(self.how.low_weight),
+                np.int32(n_columns),
+                np.int32(n_dense),
+                np.float64(self.rows.n_rows),
+                self.shift,
+                self.scale,
+                self.totals,
+                self.squares,
+                gram,
+            ),
+        )
+
+    def _products(self, sums: Any) -> None:
+        """Add the products of all stretches to `sums`, float64, (padded, width)."""
+        import cupy
+
+        item = np.dtype(self.how.product).itemsize
+        height = max(
+            _ALIGN, min(self.padded, _SCRATCH // (item * self.width) // _ALIGN * _ALIGN)
+        )
+        n_stretches = -(-self.rows.n_rows // self.stretch)
+        one = self.stretch * self.width * np.dtype(self.how.stored).itemsize
+        at_once = _SCRATCH // max(item * self.width * height, one)
+        at_once = max(1, min(n_stretches, at_once))
+        tile = cupy.empty((at_once * self.stretch, self.width), self.how.stored)
+        products = cupy.empty((at_once, height, self.width), self.how.product)
+        add = kernel("gram", "add_products", self.defines)
+        for first in range(0, n_stretches, at_once):
+            n = min(at_once, n_stretches - first)
+            self._fill(tile, first * self.stretch, n * self.stretch)
+            for low in range(0, self.padded, height):
+                high = min(low + height, self.padded)
+                self._multiply(tile, products, low, high, n)
+                length = (high - low) * self.width
+                stride = height * self.width
+                launch_items(
+                    add, length, (products, length, stride, np.int32(n), sums[low:high])
+                )
+
+    def _fill(self, tile: Any, first_row: int, n_rows: int) -> None:
+        launch(
+            kernel("gram", "fill_tile", self.defines),
+            (n_rows,),
+            (256,),
+            (
+                *self.rows[:3],
+                self.factor,
+                np.int32(self.transform),
+                first_row,
+                self.rows.n_rows,
+                np.int32(self.padded),
+                self.shift,
+                self.scale,
+                self.base,
+                tile,
+            ),
+            shared=self.padded * np.dtype(self.how.work).itemsize,
+        )
+
+    def _multiply(self, tile: Any, products: Any, low: int, high: int, n: int) -> None:
+        """Columns low:high of each stretch, transposed, times all its columns."""
+        import cupy
+        from cupy_backends.cuda.libs import cublas
+
+        handle = _handle()
+        cublas.setStream(handle, cupy.cuda.get_current_stream().ptr)
+        one, zero = _scalars(self.how.work)
+        how, width, step = self.how, self.width, self.stretch * self.width
+        left = tile.data.ptr + low * tile.dtype.itemsize
+        # cuBLAS counts columns first: its matrix (width x rows) is the tile as it lies.
+        cublas.gemmStridedBatchedEx(
+            *(handle, _OP_N, _OP_T, width, high - low, self.stretch),
+            *(one.ctypes.data, tile.data.ptr, how.stored_type, width, step),
+            *(left, how.stored_type, width, step),
+            *(zero.ctypes.data, products.data.ptr, how.product_type, width),
+            *(products.shape[1] * width, n, how.compute, _DEFAULT_ALGORITHM),
+        )
+
+
+@cache
+def _scalars(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones(1, dtype), np.zeros(1, dtype)
+
+
+def _handle() -> int:
+    """Give this thread's cuBLAS handle: results do not depend on the streams of others."""
+    import cupy
+    from cupy_backends.cuda.libs import cublas
+
+    device = int(cupy.cuda.runtime.getDevice())
+    mine = _handles.__dict__
+    if device not in mine:
+        mine[device] = cublas.create()
+    return int(mine[device])
