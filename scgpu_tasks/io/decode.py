@@ -1,8 +1,9 @@
-"""Serve a request on a GPU: read, check, decode and place, with reading and decoding overlapped.
+"""Serve a request on a GPU: read, check, decode and place chunks, batch by batch.
 
 For every batch of chunks: KvikIO reads their extents into device memory; one upload brings
 pointers, sizes and walks; then on one stream the frames are checked, decoded by nvCOMP, judged,
-and scattered where they are not wanted whole. The host waits only for files and for verdicts.
+and scattered where they are not wanted whole. The next batch is read meanwhile: the host waits
+only for files and for verdicts.
 """
 
 from __future__ import annotations
@@ -199,9 +200,8 @@ class _Run:
         else:
             targets = np.empty(0, dtype=np.int64)
             walk[:, 0] += sources
-        at = self._upload(
-            [sources, sizes, np.full(n, layout.chunk_nbytes), targets, walk], slot, n
-        )
+        capacity = np.full(n, layout.chunk_nbytes)
+        at = self._upload([sources, sizes, capacity, targets, walk], slot, n)
         self._check(at, n, int(jobs.size.max()))
         if layout.zstd:
             self._decode(at, n)

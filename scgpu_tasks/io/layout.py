@@ -260,7 +260,7 @@ def parse_shard_index(
     -----
     Layout of the index: zarr v3 specification, sharding codec.
     """
-    place = {"store": store, "array": array, "shard": shard}
+    place: dict[str, Any] = {"store": store, "array": array, "shard": shard}
     if len(raw) < layout.index_nbytes:
         msg = (
             f"the shard has {file_size} bytes, too few for its index of {layout.index_nbytes}: "

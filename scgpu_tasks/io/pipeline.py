@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 from zarr.abc.codec import Codec, CodecPipeline, GetResult
@@ -19,7 +19,7 @@ from zarr.abc.store import Store
 from zarr.codecs._v2 import V2Codec
 from zarr.core.array_spec import ArrayConfig, ArraySpec
 from zarr.core.buffer import NDBuffer, cpu, default_buffer_prototype
-from zarr.core.codec_pipeline import BatchedCodecPipeline, FusedCodecPipeline
+from zarr.core.codec_pipeline import FusedCodecPipeline
 from zarr.core.config import config
 from zarr.core.metadata import ArrayV2Metadata
 from zarr.core.metadata.v3 import RegularChunkGridMetadata
@@ -89,7 +89,8 @@ class KvikioCodecPipeline(CodecPipeline):
     @classmethod
     def from_codecs(cls, codecs: Iterable[Codec]) -> Self:
         """Return an ordinary pipeline of these codecs, as zarr's sharding codec needs it."""
-        return _pipeline_class(_configured_fallback()).from_codecs(codecs)  # type: ignore[return-value]
+        pipeline = _pipeline_class(_configured_fallback()).from_codecs(codecs)
+        return cast("Self", pipeline)
 
     @classmethod
     def from_array_metadata_and_store(cls, array_metadata: ArrayMetadata, store: Store) -> Self:
@@ -279,9 +280,9 @@ class KvikioCodecPipeline(CodecPipeline):
         if self.strict:
             msg = f"the GPU cannot decode {name}: {refusal}; or switch strict mode off"
             raise FormatError(msg)
-        target = out.as_ndarray_like()
-        order = "F" if target.ndim > 1 and target.flags.f_contiguous else "C"
-        host = cpu.NDBuffer.create(shape=target.shape, dtype=target.dtype, order=order)  # type: ignore[arg-type]
+        target: Any = out.as_ndarray_like()
+        order: Literal["C", "F"] = "F" if target.ndim > 1 and target.flags.f_contiguous else "C"
+        host = cpu.NDBuffer.create(shape=target.shape, dtype=target.dtype, order=order)
         results = await self._host_for_gpu().read(_for_host(batch), host, drop_axes)
         ready = self._mark(target)
         await asyncio.to_thread(self._upload, host.as_numpy_array(), target, ready)

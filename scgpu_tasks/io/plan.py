@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,4 +208,4 @@ def cut_batches(n: int, most: int) -> list[slice]:
         return []
     batches = -(-n // most)
     edges = [n * i // batches for i in range(batches + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]

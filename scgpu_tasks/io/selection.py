@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,8 @@ class UnsupportedRequestError(ValueError):
     """A selection of a form that zarr's indexers are not known to make."""
 
 
-class AxisSelection(NamedTuple):
+@dataclass(frozen=True)
+class AxisSelection:
     """What is taken along one axis of a file, and where it goes.
 
     ``source`` and ``target`` are (start, step) or index arrays of ``count`` elements;
@@ -76,7 +77,8 @@ class Pieces:
         return len(self.chunk)
 
 
-class _AxisPieces(NamedTuple):
+@dataclass(frozen=True)
+class _AxisPieces:
     """The pieces of one axis: one entry for each chunk along it."""
 
     chunk: Ints

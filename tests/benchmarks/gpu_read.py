@@ -1,0 +1,390 @@
+"""How fast a CSR store comes into GPU memory, next to what the machine could do at best.
+
+    python -m tests.benchmarks.gpu_read STORE [--nnz 2000000000] [--json FILE]
+    python -m tests.benchmarks.gpu_read STORE --lazy [--json FILE]
+
+Without --lazy, one GPU: X/data and X/indices through zarr and KvikioCodecPipeline with 1, 2,
+4 and 8 threads; in the same run the ceilings, KvikIO alone reading the same files and nvCOMP alone
+decoding the same chunks where they lie on the device, and zarrs decoding on all cores followed
+by a copy. With --lazy: read_lazy on a LocalCUDACluster, summing every value and checking it.
+STORE is made by make_gpu_atlas.py, whose truth.json says what the sums must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+
+MIB = 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--nnz", type=int, default=2_000_000_000)
+    parser.add_argument("--shards", type=int, default=4, help="shards of a block")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--host-nnz", type=int, default=402_653_184)
+    parser.add_argument("--lazy", action="store_true")
+    parser.add_argument("--workers", type=int, default=0, help="GPUs of --lazy; 0: all")
+    parser.add_argument("--worker-threads", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    result = run_lazy(args) if args.lazy else run_reads(args)
+    print_table(result)
+    print(json.dumps(result), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+def print_table(result: dict[str, Any]) -> None:
+    for name, value in result.items():
+        if isinstance(value, dict):
+            print(f"{name}:")
+            for key, inner in value.items():
+                print(f"  {key:<44} {inner}")
+        else:
+            print(f"{name:<46} {value}")
+
+
+# One GPU
+
+
+def run_reads(args: argparse.Namespace) -> dict[str, Any]:
+    import cupy as cp
+
+    from scgpu_tasks.io import scratch
+    from scgpu_tasks.io.switch import enable, read_statistics, release_memory, reset_statistics
+
+    free_before = cp.cuda.runtime.memGetInfo()[0]
+    with enable():
+        arrays = open_arrays(args.store)
+    nnz = min(args.nnz, arrays["data"].shape[0])
+    shard = arrays["data"].shards[0]
+    edges = [*list(range(0, nnz, shard * args.shards)), nnz]
+    blocks = [
+        (name, a, b) for a, b in itertools.pairwise(edges) for name in ("indices", "data")
+    ]
+    decoded = sum((b - a) * arrays[n].dtype.itemsize for n, a, b in blocks)
+    result: dict[str, Any] = {
+        "device": cp.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+        "cores": len(os.sched_getaffinity(0)),
+        "nnz": nnz,
+        "decoded_GB": round(decoded / 1e9, 2),
+    }
+    result["exact"] = check_sums(args.store, arrays, blocks, nnz)
+    statistics_of = read_statistics()
+    result["paths"] = {Path(k).name: v for k, v in statistics_of.items()}
+    reset_statistics()
+
+    best = 0.0
+    for threads in args.threads:
+        with peak_memory() as peak:
+            seconds = min(
+                timed(lambda t=threads: read_all(arrays, blocks, t)) for _ in range(3)
+            )
+        best = max(best, decoded / seconds / 1e9)
+        result[f"{threads} threads"] = {
+            "seconds": round(seconds, 3),
+            "decoded GB/s": round(decoded / seconds / 1e9, 1),
+            "peak device memory, MiB": round((free_before - peak()) / MIB),
+            "scratch kept, MiB": round(scratch.scratch_held() / MIB),
+        }
+    result["best decoded GB/s"] = round(best, 1)
+    result["given back by release_memory, MiB"] = round(release_memory() / MIB)
+    result["one chunk of 256 KiB, ms"] = one_chunk(arrays["data"])
+
+    reading, stored = ceiling_of_reading(args.store, nnz, shard)
+    decoding = ceiling_of_decoding(args.store, arrays, nnz)
+    optimal = max(reading, decoding)
+    result["ceilings"] = {
+        "KvikIO alone, s": round(reading, 3),
+        "KvikIO alone, stored GB/s": round(stored / reading / 1e9, 1),
+        "nvCOMP alone, s": round(decoding, 3),
+        "nvCOMP alone, decoded GB/s": round(decoded / decoding / 1e9, 1),
+        "optimal (the slower of both), s": round(optimal, 3),
+    }
+    result["share of the optimum"] = round(best * 1e9 / (decoded / optimal), 3)
+    host = host_rate(args.store, min(args.host_nnz, nnz))
+    result["zarrs on all cores and copy, decoded GB/s"] = round(host, 2)
+    result["times as fast as zarrs and copy"] = round(best / host, 1)
+    return result
+
+
+def open_arrays(store: Path) -> dict[str, Any]:
+    return {name: zarr.open_array(store / "X" / name, mode="r") for name in ("data", "indices")}
+
+
+def read_block(array: Any, start: int, stop: int) -> Any:
+    from zarr.core.buffer import gpu
+
+    return array.get_basic_selection(slice(start, stop), prototype=gpu.buffer_prototype)
+
+
+def read_all(arrays: dict[str, Any], blocks: list[tuple[str, int, int]], threads: int) -> None:
+    def one(block: tuple[str, int, int]) -> int:
+        name, start, stop = block
+        return int(read_block(arrays[name], start, stop).size)
+
+    if threads == 1:
+        for block in blocks:
+            one(block)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        total = sum(pool.map(one, blocks))
+    if total != sum(b - a for _, a, b in blocks):
+        raise RuntimeError(f"{total} values were read")
+
+
+def timed(call: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def check_sums(
+    store: Path, arrays: dict[str, Any], blocks: list[tuple[str, int, int]], nnz: int
+) -> str:
+    """Sum every value that was read, and compare with what was written."""
+    import cupy as cp
+
+    totals = {"data": 0, "indices": 0}
+    for name, start, stop in blocks:
+        wide = cp.float64 if name == "data" else cp.int64
+        totals[name] += int(read_block(arrays[name], start, stop).sum(dtype=wide))
+    truth = json.loads((store / "truth.json").read_text())
+    if nnz != truth["nnz"]:
+        return f"part of the store: {totals}"
+    same = totals == {"data": truth["data_sum"], "indices": truth["indices_sum"]}
+    if not same:
+        raise RuntimeError(f"sums {totals}, written were {truth}")
+    return f"yes, {totals}"
+
+
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """Sample how little device memory was free."""
+    import cupy as cp
+
+    least, done = [cp.cuda.runtime.memGetInfo()[0]], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.005):
+            least[0] = min(least[0], cp.cuda.runtime.memGetInfo()[0])
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield lambda: least[0]
+    finally:
+        done.set()
+        thread.join()
+
+
+def one_chunk(array: Any) -> dict[str, float]:
+    n = array.chunks[0]
+    times = []
+    for i in range(200):
+        start = i % (array.shape[0] // n) * n
+        times.append(1000 * timed(lambda s=start: read_block(array, s, s + n)))
+    ordered = sorted(times[20:])
+    return {
+        "median": round(statistics.median(ordered), 3),
+        "least": round(ordered[0], 3),
+        "95 %": round(ordered[int(0.95 * len(ordered))], 3),
+    }
+
+
+def ceiling_of_reading(store: Path, nnz: int, shard: int) -> tuple[float, int]:
+    """Seconds that KvikIO alone takes to read the same shards, the best of several ways."""
+    import cupy as cp
+    import kvikio
+
+    from scgpu_tasks.io.scratch import require_gpu
+
+    require_gpu()
+    n = -(-nnz // shard)
+    paths = [
+        store / "X" / name / "c" / str(i) for i in range(n) for name in ("indices", "data")
+    ]
+    sizes = [p.stat().st_size for p in paths]
+    room = max(sizes)
+    best = float("inf")
+    for in_flight in (4, 8, 16):
+        buffers = [cp.empty(room, dtype=cp.uint8) for _ in range(in_flight)]
+        cp.cuda.get_current_stream().synchronize()
+
+        def read(which: int, buffers: list[Any] = buffers, step: int = in_flight) -> None:
+            for path, size in list(zip(paths, sizes, strict=True))[which::step]:
+                with kvikio.CuFile(path, "r") as file:
+                    got = file.read(buffers[which][:size], size, 0)
+                if got != size:
+                    raise RuntimeError(f"{got} of {size} bytes")
+
+        def read_all_files(read: Callable[[int], None] = read, step: int = in_flight) -> None:
+            with ThreadPoolExecutor(step) as pool:
+                list(pool.map(read, range(step)))
+
+        best = min(best, *(timed(read_all_files) for _ in range(3)))
+        del buffers, read, read_all_files
+    gc.collect()
+    cp.get_default_memory_pool().free_all_blocks()
+    return best, sum(sizes)
+
+
+def ceiling_of_decoding(store: Path, arrays: dict[str, Any], nnz: int) -> float:
+    """Seconds that nvCOMP alone would take for all chunks, from batches that lie ready."""
+    return sum(
+        decode_rate(store / "X" / name, array, min(nnz, array.shape[0]))
+        for name, array in arrays.items()
+    )
+
+
+def decode_rate(path: Path, array: Any, nnz: int) -> float:
+    import cupy as cp
+
+    from scgpu_tasks.io import nvcomp
+    from scgpu_tasks.io.layout import ArrayLayout, analyse_array, parse_shard_index
+
+    layout = analyse_array(array.metadata)
+    if not isinstance(layout, ArrayLayout):
+        raise TypeError(str(layout))
+    lib, per_file, nbytes = nvcomp.load(), layout.chunks_per_file, layout.chunk_nbytes
+    most = max(1, 512 * MIB // nbytes)
+    stored, offsets, sizes, base = [], [], [], 0
+    for i in range(-(-most // per_file)):
+        file = path / "c" / str(i)
+        if not file.exists():
+            break
+        raw = file.read_bytes()
+        table = parse_shard_index(
+            raw[-layout.index_nbytes :], len(raw), layout, store="", array="", shard=str(i)
+        )
+        present = table.size >= 0
+        offsets.append(table.offset[present] + base)
+        sizes.append(table.size[present])
+        stored.append(np.frombuffer(raw, np.uint8))
+        base += len(raw)
+    buffer = cp.asarray(np.concatenate(stored))
+    n = min(most, sum(map(len, sizes)))
+    sources = cp.asarray(np.concatenate(offsets)[:n] + int(buffer.data.ptr))
+    size = cp.asarray(np.concatenate(sizes)[:n])
+    capacity = cp.full(n, nbytes, dtype=cp.uint64)
+    best = float("inf")
+    for streams in (1, 2):
+        lanes = []
+        for _ in range(streams):
+            stream = cp.cuda.Stream(non_blocking=True)
+            out = cp.empty(n * nbytes, dtype=cp.uint8)
+            targets = cp.asarray(np.arange(n) * nbytes + int(out.data.ptr))
+            need = lib.decode_temp_nbytes(n, nbytes, stream.ptr)
+            lanes.append(
+                (stream, out, targets, cp.empty(need, dtype=cp.uint8), need,
+                 cp.zeros(n, dtype=cp.uint64), cp.zeros(n, dtype=cp.int32))
+            )  # fmt: skip
+        cp.cuda.runtime.deviceSynchronize()
+
+        def decode(lanes: list[Any] = lanes) -> None:
+            for _ in range(4):
+                for stream, _out, targets, temp, need, actual, status in lanes:
+                    lib.decode(
+                        sources.data.ptr, size.data.ptr, capacity.data.ptr, actual.data.ptr, n,
+                        temp.data.ptr, need, targets.data.ptr, status.data.ptr, stream.ptr,
+                    )  # fmt: skip
+            cp.cuda.runtime.deviceSynchronize()
+
+        decode()
+        if any(int(cp.abs(lane[6]).max()) != 0 for lane in lanes):
+            raise RuntimeError("nvCOMP could not decode")
+        seconds = min(timed(decode) for _ in range(3)) / (4 * streams)
+        best = min(best, seconds)
+        del lanes, decode
+    gc.collect()
+    cp.get_default_memory_pool().free_all_blocks()
+    return best * (nnz * layout.dtype.itemsize / (n * nbytes))
+
+
+def host_rate(store: Path, nnz: int) -> float:
+    """Decoded GB/s of zarrs on all cores, then a copy to the device."""
+    import cupy as cp
+
+    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
+        arrays = open_arrays(store)
+
+    def read() -> None:
+        for array in arrays.values():
+            cp.asarray(array[:nnz])
+            cp.cuda.get_current_stream().synchronize()
+
+    read()
+    seconds = min(timed(read) for _ in range(2))
+    return nnz * sum(a.dtype.itemsize for a in arrays.values()) / seconds / 1e9
+
+
+# Dask
+
+
+def run_lazy(args: argparse.Namespace) -> dict[str, Any]:
+    import dask
+    from dask_cuda import LocalCUDACluster
+    from distributed import Client
+
+    from scgpu_tasks.io.lazy import read_lazy
+
+    truth = json.loads((args.store / "truth.json").read_text())
+    gpus = {"CUDA_VISIBLE_DEVICES": list(range(args.workers))} if args.workers else {}
+    options: dict[str, Any] = {
+        "threads_per_worker": args.worker_threads,
+        "rmm_async": True,
+        "rmm_allocator_external_lib_list": ["cupy"],
+        "dashboard_address": None,
+        **gpus,
+    }
+    result: dict[str, Any] = {"worker threads": args.worker_threads}
+    with LocalCUDACluster(**options) as cluster, Client(cluster) as client:
+        result["workers"] = len(cluster.workers)
+        started = time.perf_counter()
+        adata = read_lazy(args.store, device="gpu")
+        result["open, s"] = round(time.perf_counter() - started, 2)
+        result["blocks"] = adata.X.numblocks[0]
+        for attempt in ("first pass, s", "second pass, s", "third pass, s"):
+            started = time.perf_counter()
+            parts = [dask.delayed(sum_block)(b) for b in adata.X.to_delayed().ravel()]
+            sums = dask.compute(*parts)
+            result[attempt] = round(time.perf_counter() - started, 3)
+            data = sum(s[0] for s in sums)
+            indices = sum(s[1] for s in sums)
+            if (data, indices) != (truth["data_sum"], truth["indices_sum"]):
+                raise RuntimeError(f"sums {data}, {indices}; written were {truth}")
+        result["exact"] = f"yes, {data} and {indices}"
+        from scgpu_tasks.io.switch import read_statistics, release_memory
+
+        result["paths"] = {
+            str(i): stats for i, stats in enumerate(client.run(read_statistics).values())
+        }
+        result["given back, MiB"] = round(release_memory(client) / MIB)
+    return result
+
+
+def sum_block(block: Any) -> tuple[int, int]:
+    import cupy as cp
+
+    return int(block.data.sum(dtype=cp.float64)), int(block.indices.sum(dtype=cp.int64))
+
+
+if __name__ == "__main__":
+    main()
