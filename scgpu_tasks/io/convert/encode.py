@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from scgpu_tasks.io.convert.layout import Layout
 
-PIECE_BYTES = 4 * 1024 * 1024
+PIECE_BYTES = 1024 * 1024
 _ABSENT = np.uint64(2**64 - 1)
 _local = threading.local()
 # Rows start:stop of an array, as they are to be stored.
@@ -44,7 +44,7 @@ def encoder_version() -> str:
 
 
 def pieces(layout: Layout, start: int, stop: int) -> list[tuple[int, int]]:
-    """Row ranges of a few MiB, cut at chunk borders, that together are start:stop."""
+    """Row ranges of about a MiB, cut at chunk borders, that together are start:stop."""
     row_bytes = max(1, prod(layout.shape[1:]) * layout.itemsize)
     chunk_rows = layout.chunk[0]
     step = max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows
@@ -63,7 +63,7 @@ def write_file(
     scratch
         A name nobody else uses, on the same file system.
     rows
-        Returns the values; called for a few MiB at a time, in order.
+        Returns the values; called for about a MiB at a time, in order.
     """
     box = layout.box(coords)
     decoded = 0

@@ -1,8 +1,7 @@
 """Rows of a source array, decoded by as many threads as ask, in bounded memory.
 
-h5py decodes under a lock that all threads share. So the places of the chunks in the file are
-looked up once, and the bytes are read and decoded without HDF5. What this cannot decode goes
-through h5py or zarr.
+h5py decodes under a lock that all threads share, and zarr on one event loop. So chunks are read
+and decoded directly where that is possible; what is left goes through h5py or zarr.
 
 Chunks that share rows form a band. A band that is small is decoded whole and the last one is
 kept, by each thread. A large one (a source stored as one giant chunk is the extreme) is decoded
@@ -14,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable
+import zlib
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ import zarr
 
 from scgpu_tasks.errors import CorruptChunkError, ScgpuError
 from scgpu_tasks.io.arrays import attach_pipeline, host_pipeline
-from scgpu_tasks.io.convert.h5chunks import H5Chunks
+from scgpu_tasks.io.convert.chunks import Chunks
+from scgpu_tasks.io.convert.h5chunks import H5Chunks, H5Contiguous
+from scgpu_tasks.io.convert.zarrchunks import ZarrChunks
 from scgpu_tasks.io.source import Source
 
 BAND_BYTES = 32 * 1024 * 1024
@@ -48,10 +49,13 @@ class ArrayReader:
         node = source.node(path)
         self.source, self.path, self.scratch = source, path, scratch
         self.shape: tuple[int, ...] = tuple(node.shape)
-        self.dtype = native(node.dtype)
-        self._read = _direct_reader(node, source)
-        chunks = node.chunks
-        self.band_rows = int(chunks[0]) if chunks else 0
+        self.dtype = np.dtype(node.dtype.str).newbyteorder("=")
+        self._chunks = _direct(node, source)
+        self._node = node
+        if self._chunks is None and isinstance(node, zarr.Array):
+            attach_pipeline(node, host_pipeline(node))
+        in_one = isinstance(self._chunks, H5Contiguous) or not node.chunks
+        self.band_rows = 0 if in_one else int(node.chunks[0])
         self._row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         self._kept = threading.local()
         self._locks: dict[int, threading.Lock] = {}
@@ -67,6 +71,21 @@ class ArrayReader:
         """Whether bands are decoded into scratch files."""
         return self.band_bytes > BAND_BYTES
 
+    @property
+    def whole_bytes(self) -> int:
+        """Memory that decoding takes beyond a few MiB: the size of a chunk, or nothing."""
+        if not self.spills:
+            return 0
+        if self._chunks is None:
+            return self.band_bytes
+        streamed = self._chunks.stream(next(self._chunks.touched(0, 1))) is not None
+        return 0 if streamed and self._one_chunk_wide else self._chunks.chunk_bytes
+
+    @property
+    def _one_chunk_wide(self) -> bool:
+        chunks = self._chunks
+        return chunks is not None and chunks.chunks[1:] == self.shape[1:]
+
     def __call__(self, start: int, stop: int) -> np.ndarray:
         """Rows start:stop, of the source's dtype in native byte order.
 
@@ -75,59 +94,92 @@ class ArrayReader:
         CorruptChunkError
             The source does not decode there.
         """
-        if not self.band_rows:
-            return self._decode(start, stop)
         out = np.empty((stop - start, *self.shape[1:]), self.dtype)
-        # Bands that lie wholly inside need not be kept: read them in one go.
+        if not self.band_rows:
+            self._decode(start, stop, out)
+            return out
+        # Bands that lie wholly inside need not be kept: decode them in place.
         first, last = -(-start // self.band_rows), stop // self.band_rows
+        edges = [(start, stop)]
         if last > first and not self.spills:
             a, b = first * self.band_rows, last * self.band_rows
-            out[a - start : b - start] = self._decode(a, b)
+            self._decode(a, b, out[a - start : b - start])
             edges = [(start, a), (b, stop)]
-        else:
-            edges = [(start, stop)]
         for a, b in edges:
             while a < b:
                 band = a // self.band_rows
-                end = min(b, (band + 1) * self.band_rows)
-                at = band * self.band_rows
-                out[a - start : end - start] = self._band(band)[a - at : end - at]
+                end, low = min(b, (band + 1) * self.band_rows), band * self.band_rows
+                out[a - start : end - start] = self._band(band)[a - low : end - low]
                 a = end
         return out
 
     def _band(self, band: int) -> np.ndarray:
-        if not self.spills:
-            kept = self._kept.__dict__
-            if kept.get("band") != band:
-                kept.clear()
-                kept["values"] = self._decode(*self._band_range(band))
-                kept["band"] = band
-            values: np.ndarray = kept["values"]
-            return values
-        with self._lock:
-            lock = self._locks.setdefault(band, threading.Lock())
-        with lock:
-            path = self._spilled(band)
-        start, stop = self._band_range(band)
-        return np.memmap(path, self.dtype, "r", shape=(stop - start, *self.shape[1:]))
+        if self.spills:
+            with self._lock:
+                lock = self._locks.setdefault(band, threading.Lock())
+            with lock:
+                return self._spilled(band)
+        kept = self._kept.__dict__
+        if kept.get("band") != band:
+            kept.clear()
+            start, stop = self._band_range(band)
+            values = np.empty((stop - start, *self.shape[1:]), self.dtype)
+            self._decode(start, stop, values)
+            kept["values"], kept["band"] = values, band
+        found: np.ndarray = kept["values"]
+        return found
 
     def _band_range(self, band: int) -> tuple[int, int]:
         return band * self.band_rows, min((band + 1) * self.band_rows, self.shape[0])
 
-    def _spilled(self, band: int) -> Path:
-        name = f"{self.path.replace('/', '~')}.{band}"
-        path = self.scratch / name
+    def _spilled(self, band: int) -> np.ndarray:
+        path = self.scratch / f"{self.path.replace('/', '~')}.{band}"
+        start, stop = self._band_range(band)
+        shape = (stop - start, *self.shape[1:])
+        dtype = self.dtype if self._chunks is None else self._chunks.stored
         if not path.exists():
-            part = self.scratch / f"{name}.{uuid.uuid4().hex}.part"
+            part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
             self.scratch.mkdir(parents=True, exist_ok=True)
-            start, stop = self._band_range(band)
-            self._decode(start, stop).tofile(part)
+            if not self._stream(band, part, prod(shape) * dtype.itemsize):
+                values = np.memmap(part, dtype, "w+", shape=shape)
+                self._decode(start, stop, values)
+                values.flush()
             part.replace(path)
-        return path
+        return np.memmap(path, dtype, "r", shape=shape)
 
-    def _decode(self, start: int, stop: int) -> np.ndarray:
+    def _stream(self, band: int, path: Path, nbytes: int) -> bool:
+        """Decode a band of one chunk into a file a piece at a time; False if it cannot."""
+        chunks = self._chunks
+        if chunks is None or not self._one_chunk_wide:
+            return False
+        at = (band, *(0 for _ in self.shape[1:]))
+        pieces = chunks.stream(at)
+        if pieces is None:
+            return False
+        name = ".".join(map(str, at))
+        size = 0
         try:
-            return self._read(start, stop)
+            with path.open("wb") as file:
+                for piece in pieces:
+                    size += len(piece)
+                    file.write(piece)
+        # pyarrow, zlib and blosc each have errors of their own.
+        except (ValueError, RuntimeError, OSError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise
+            found = f"a chunk does not decode ({error})"
+            raise chunks.corrupt(found, name) from error
+        if size < nbytes:
+            found = f"a chunk decodes to {size} bytes instead of {chunks.chunk_bytes}"
+            raise chunks.corrupt(found, name)
+        return True
+
+    def _decode(self, start: int, stop: int, out: np.ndarray) -> None:
+        if self._chunks is not None:
+            self._chunks.fill(start, stop, out)
+            return
+        try:
+            out[...] = self._node[start:stop]
         except ScgpuError:
             raise
         except (OSError, RuntimeError, ValueError, KeyError) as error:
@@ -138,29 +190,10 @@ class ArrayReader:
             raise CorruptChunkError(msg, store=self.source.path, array=self.path) from error
 
 
-def native(dtype: np.dtype) -> np.dtype:
-    """Return the same type in the machine's byte order, without HDF5's metadata."""
-    return np.dtype(dtype.str).newbyteorder("=")
-
-
-def _direct_reader(
-    node: h5py.Dataset | zarr.Array, source: Source
-) -> Callable[[int, int], np.ndarray]:
+def _direct(node: h5py.Dataset | zarr.Array[Any], source: Source) -> Chunks | None:
     if isinstance(node, zarr.Array):
-        array: zarr.Array[Any] = attach_pipeline(node, host_pipeline(node))
-        dtype = native(node.dtype)
-
-        def read(start: int, stop: int) -> np.ndarray:
-            return np.asarray(array[start:stop]).astype(dtype, copy=False)
-
-        return read
-    if source.is_local and os.name == "posix":
-        chunks = H5Chunks.of(node, Path(source.path))
-        if chunks is not None:
-            return chunks
-    dtype = native(node.dtype)
-
-    def read_h5(start: int, stop: int) -> np.ndarray:
-        return np.asarray(node[start:stop]).astype(dtype, copy=False)
-
-    return read_h5
+        return ZarrChunks.of(node)
+    if not source.is_local or os.name != "posix":
+        return None
+    path = Path(source.path)
+    return H5Chunks.of(node, path) or H5Contiguous.of(node, path)
