@@ -15,11 +15,12 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from scgpu_tasks.cluster_plan import ClusterPlan, plan_cluster, resolve_device
-from scgpu_tasks.errors import ClusterError, ParameterError
+from scgpu_tasks.errors import ClusterError, ParameterError, ScgpuError
 
 if TYPE_CHECKING:
     import distributed
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_GPU_SHARE = 0.75
 BUSY_GPU_BYTES = 2**30
+
+# Options and cluster of the last `prestart`, until somebody takes it.
+_prestarted: tuple[dict[str, Any], Future[Cluster]] | None = None
 
 
 def make_cluster(
@@ -112,14 +116,62 @@ def make_cluster(
         "security": security,
         "protocol": "tls" if tls else plan.protocol,
         "silence_logs": logging.ERROR,
-        "preload": [__name__],
         **options,
+        "preload": [__name__, *options.get("preload", ())],
     }
     if plan.device == "gpu":
         settings |= _gpu_settings(plan, gpu_share, managed_memory=managed_memory)
     cluster = _start(plan, settings, timeout)
     logger.info("Dask cluster: %s", _describe(plan))
     return cluster
+
+
+def prestart(**options: Any) -> Callable[[], None]:
+    """Begin to start a cluster while the caller does something else.
+
+    The next `ready_cluster` with the same options hands that cluster out, or raises what kept
+    it from starting.
+
+    Parameters
+    ----------
+    **options
+        As for `make_cluster`.
+
+    Returns
+    -------
+    A function that closes the cluster if nobody has asked for it.
+    """
+    global _prestarted
+    pool = ThreadPoolExecutor(1, thread_name_prefix="scgpu-cluster")
+    mine = _prestarted = (options, pool.submit(make_cluster, **options))
+    pool.shutdown(wait=False)
+
+    def discard() -> None:
+        if _take_prestarted(options) is mine[1]:
+            with contextlib.suppress(ScgpuError):
+                mine[1].result().close()
+
+    return discard
+
+
+def ready_cluster(**options: Any) -> Cluster:
+    """Hand out the cluster that `prestart` began with these options, or start one.
+
+    Parameters
+    ----------
+    **options
+        As for `make_cluster`.
+    """
+    begun = _take_prestarted(options)
+    return make_cluster(**options) if begun is None else begun.result()
+
+
+def _take_prestarted(options: dict[str, Any]) -> Future[Cluster] | None:
+    global _prestarted
+    if _prestarted is None or _prestarted[0] != options:
+        return None
+    future, _prestarted = _prestarted[1], None
+    return future
 
 
 def start_cluster(scheduler: str | None = None, **options: Any) -> distributed.Client:

@@ -10,6 +10,7 @@ in whatever way, the pipe closes and the server goes.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -122,6 +123,7 @@ def prefect_api() -> Iterator[TemporaryServer | None]:
     """Environment in which Prefect finds a server: the one configured, or a temporary one.
 
     Enter it before Prefect is imported, and call ``wait`` on the server before the flow runs.
+    The server ends with the process, or with its ``stop``.
 
     Yields
     ------
@@ -132,14 +134,12 @@ def prefect_api() -> Iterator[TemporaryServer | None]:
             yield None
             return
         server = TemporaryServer()
-        try:
-            server.start()
-            # Without somebody to watch, a heartbeat only costs a second at the end.
-            settings = {API_URL: server.api_url, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": ""}
-            with _environment(settings):
-                yield server
-        finally:
-            server.stop()
+        # Prefect sends its last events and log lines when the interpreter ends. Exit handlers
+        # run in reverse, so this one, set before Prefect is imported, comes after that.
+        atexit.register(server.stop)
+        server.start()
+        with _environment({API_URL: server.api_url}):
+            yield server
 
 
 def server_configured() -> bool:

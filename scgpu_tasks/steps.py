@@ -8,6 +8,7 @@ Prefect tasks in `scgpu_tasks.tasks` add nothing but their names and cache keys.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -161,7 +162,18 @@ def pca_step(
         if qc is None:
             msg = f"the QC result of {plan.store} is not in {plan.work}; run QC again"
             raise StoreError(msg)
-        result = run_pca(_rows(plan), qc, plan.pca, progress=progress)
+        scratch = folder / "scratch"
+        scratch.mkdir()
+        result = run_pca(
+            _rows(plan),
+            qc.cells,
+            qc.genes,
+            qc.summary["target_sum"],
+            plan.pca,
+            progress=progress,
+            scratch=scratch,
+        )
+        shutil.rmtree(scratch)
         save_pca(result, folder)
         return result.summary
 
@@ -242,3 +254,22 @@ def fingerprint(store: str, qc: QCSpec) -> str:
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What to convert into which store; plain values, so that it travels as JSON.
+
+    Parameters
+    ----------
+    source
+        h5ad file or zarr store.
+    store
+        The store to write.
+    work
+        Folder of stage outputs.
+    """
+
+    source: str
+    store: str
+    work: str

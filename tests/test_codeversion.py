@@ -1,7 +1,16 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from scgpu_tasks import codeversion as module
 from scgpu_tasks.codeversion import code_version
+
+
+def clear():
+    code_version.cache_clear()
+    module._read_module.cache_clear()
 
 
 @pytest.fixture
@@ -24,13 +33,13 @@ def package(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr(module, "_PACKAGE_DIR", root)
-    code_version.cache_clear()
+    clear()
     yield root
-    code_version.cache_clear()
+    clear()
 
 
 def version(stage):
-    code_version.cache_clear()
+    clear()
     return code_version(f"scgpu_tasks.stages.{stage}")
 
 
@@ -59,3 +68,37 @@ def test_code_version_follows_the_imports_of_a_stage(package, file, text, change
     before = {stage: version(stage) for stage in ("qc", "pca")}
     (package / file).write_text(text)
     assert {stage for stage in before if version(stage) != before[stage]} == changed
+
+
+def test_code_version_is_the_same_in_every_process():
+    script = (
+        "from scgpu_tasks.codeversion import code_version;"
+        "print(code_version('scgpu_tasks.datasets', 'scgpu_tasks.stages.qc'))"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(seen) == 1
+
+
+def test_code_version_sees_a_changed_set_default_and_nested_function(package):
+    file = package / "kernels" / "base.py"
+    texts = [
+        "def f(x=1):\n    return x in {'a', 'b'}\n",
+        "def f(x=2):\n    return x in {'a', 'b'}\n",
+        "def f(x=1):\n    return x in {'a', 'c'}\n",
+        "def f(x=1):\n    g = lambda: 1.0\n    return g\n",
+        "def f(x=1):\n    g = lambda: 1\n    return g\n",
+    ]
+    versions = []
+    for text in texts:
+        file.write_text(text)
+        versions.append(version("qc"))
+    assert len(set(versions)) == len(texts)

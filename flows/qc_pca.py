@@ -1,0 +1,130 @@
+"""The main job as a Prefect flow: convert, check, load, QC, PCA of one store.
+
+Run it from a shell with ``python flows/qc_pca.py --store atlas.zarr``, or deploy
+``flows/qc_pca.py:atlas_qc``. Worker processes of a cluster that a script starts import the
+script again, so nothing slow is imported at the top, and the function becomes a flow only where
+this file is imported by somebody else.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def atlas_qc(
+    store: str,
+    source: str | None = None,
+    out: str = "runs",
+    device: str = "auto",
+    workers: int | None = None,
+    scheduler: str | None = None,
+    chunks: int | str = "auto",
+    layer: str | None = None,
+    counts: bool = True,
+    min_genes: int | None = 200,
+    max_genes: int | None = None,
+    min_counts: float | None = None,
+    max_counts: float | None = None,
+    max_pct_mt: float | None = 20.0,
+    min_cells: int | None = 3,
+    mad: bool = False,
+    qc_vars: tuple[str, ...] = ("mt",),
+    percent_top: tuple[int, ...] = (),
+    target_sum: float | None = 1e4,
+    hvg_flavor: str = "seurat",
+    n_top_genes: int | None = 2000,
+    batch_key: str | None = None,
+    n_comps: int = 50,
+    refresh: str | None = None,
+    work: str | None = None,
+) -> dict[str, Any]:
+    """Quality control, highly variable genes and PCA of a single-cell atlas.
+
+    Parameters
+    ----------
+    store
+        AnnData zarr store to work on.
+    source
+        Convert this (h5ad or zarr) into the store first.
+    out
+        Folder for run records; each run makes a folder named after it.
+    device
+        auto, cpu or gpu.
+    workers
+        Worker processes of the cluster; by default what suits the machine.
+    scheduler
+        Address of a Dask scheduler that already runs.
+    chunks
+        Cells per block, or auto.
+    layer
+        Layer that holds the counts; by default X.
+    counts
+        Insist on counts: whole numbers, 0 or more.
+    min_genes
+        Least number of genes with counts in a cell.
+    max_genes
+        Greatest number of genes with counts in a cell.
+    min_counts
+        Least total counts of a cell.
+    max_counts
+        Greatest total counts of a cell.
+    max_pct_mt
+        Greatest percentage of mitochondrial counts of a cell.
+    min_cells
+        Least number of kept cells that have a gene.
+    mad
+        Remove cells by median absolute deviations as well.
+    qc_vars
+        Gene sets to report on: mt, ribo, hb, or a boolean column of var.
+    percent_top
+        Report the percentage of counts in this many top genes.
+    target_sum
+        Counts per cell after normalisation; empty for the median.
+    hvg_flavor
+        seurat, cell_ranger or seurat_v3.
+    n_top_genes
+        Number of highly variable genes; empty to choose by cutoffs.
+    batch_key
+        Column of obs; highly variable genes are chosen within each batch.
+    n_comps
+        Number of principal components.
+    refresh
+        Recompute this stage and all after it: convert, check, load, qc or pca.
+    work
+        Folder for finished stages, reused by later runs; by default .work inside out.
+
+    Returns
+    -------
+    The content of the run's run.json, with the record's folder under ``record``.
+    """
+    parameters = dict(locals())
+    from scgpu_tasks.mainjob import main_job
+
+    return main_job(parameters)
+
+
+def make_flow() -> Any:
+    """Prefect flow of `atlas_qc`."""
+    from prefect import flow
+
+    from scgpu_tasks.tasks import dask_runner, run_name
+
+    return flow(
+        name="atlas-qc", flow_run_name=run_name, task_runner=dask_runner(), log_prints=False
+    )(atlas_qc)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    from scgpu_tasks.commandline import cluster_options, parse_qc_pca, run_flow, show_record
+
+    options = parse_qc_pca(arguments)
+    cluster = None if options["scheduler"] else lambda: cluster_options(options)
+    return run_flow(make_flow, options, show_record, cluster)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+elif __name__ != "__mp_main__":
+    atlas_qc = make_flow()

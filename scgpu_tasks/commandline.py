@@ -1,0 +1,245 @@
+"""Command lines of the flows: options, signals, messages and exit codes.
+
+Nothing slow is imported at the top: worker processes import the script, and so this, again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from scgpu_tasks.server import prefect_api
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; an exception, so that everything is closed on the way out."""
+
+
+def optional(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Option type that also takes the word ``none``."""
+
+    def convert(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    convert.__name__ = kind.__name__
+    return convert
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Option type: names separated by commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Option type: whole numbers separated by commas."""
+    return tuple(int(part) for part in names(text))
+
+
+def chunk_size(text: str) -> int | str:
+    """Option type: a number of cells, or ``auto``."""
+    return "auto" if text == "auto" else int(text)
+
+
+def parse_qc_pca(arguments: list[str] | None) -> dict[str, Any]:
+    """Parameters of ``atlas-qc`` and ``debug`` from a command line."""
+    parser = argparse.ArgumentParser(
+        prog="qc_pca.py",
+        description="Quality control, highly variable genes and PCA of a single-cell atlas.",
+        epilog="'none' switches a filter off. Each run leaves a record in OUT/<run name>.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--store", required=True, help="AnnData zarr store to work on")
+    add("--source", help="convert this (h5ad or zarr) into --store first")
+    add("--out", default="runs", help="folder for run records")
+    add("--work", help="folder for finished stages, reused by later runs; .work inside --out")
+    add("--debug", "-v", action="store_true", help="show tracebacks and Prefect's log")
+    _add_compute_options(parser)
+    _add_filter_options(parser)
+    _add_pca_options(parser)
+    return vars(parser.parse_args(arguments))
+
+
+def cluster_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the cluster that a run starts, from those of its command line."""
+    from scgpu_tasks.cluster import resolve_device
+
+    device = resolve_device(options["device"])
+    return {"device": device, "workers": options["workers"], "preload": ["scgpu_tasks.warm"]}
+
+
+def _add_compute_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("where and how").add_argument
+    add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="what computes")
+    add("--workers", type=int, help="worker processes; by default what suits the machine")
+    add("--scheduler", metavar="ADDRESS", help="use the Dask cluster of this scheduler")
+    add("--chunks", type=chunk_size, default="auto", help="cells per block, or auto")
+    add(
+        "--refresh",
+        metavar="STAGE",
+        choices=("convert", "check", "load", "qc", "pca"),
+        help="recompute this stage and all after it: convert, check, load, qc or pca",
+    )
+
+
+def _add_filter_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("quality control").add_argument
+    add("--layer", help="layer that holds the counts; by default X")
+    add(
+        "--not-counts",
+        dest="counts",
+        action="store_false",
+        default=True,
+        help="do not insist on whole numbers, 0 or more",
+    )
+    whole, real = optional(int), optional(float)
+    add("--min-genes", type=whole, default=200, help="genes with counts, at least")
+    add("--max-genes", type=whole, help="genes with counts, at most")
+    add("--min-counts", type=real, help="total counts of a cell, at least")
+    add("--max-counts", type=real, help="total counts of a cell, at most")
+    add("--max-pct-mt", type=real, default=20.0, help="per cent mitochondrial, at most")
+    add("--min-cells", type=whole, default=3, help="kept cells that have a gene, at least")
+    add("--mad", action="store_true", help="also remove outliers by median deviations")
+    add("--qc-vars", type=names, default=("mt",), help="gene sets to report on")
+    add("--percent-top", type=numbers, default=(), help="per cent in top genes, as 50,100")
+
+
+def _add_pca_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("genes and components").add_argument
+    add("--target-sum", type=optional(float), default=1e4, help="none: the median")
+    add(
+        "--hvg-flavor",
+        choices=("seurat", "cell_ranger", "seurat_v3"),
+        default="seurat",
+        help="how highly variable genes are chosen",
+    )
+    add("--n-top-genes", type=optional(int), default=2000, help="none: by cutoffs")
+    add("--batch-key", help="column of obs; genes are chosen within each batch")
+    add("--n-comps", type=int, default=50, help="principal components")
+
+
+def run_flow(
+    make_flow: Callable[[], Any],
+    options: Mapping[str, Any],
+    show: Callable[[Any], None],
+    cluster: Callable[[], Mapping[str, Any]] | None = None,
+) -> int:
+    """Run a flow from a shell: server, signals, messages, exit code.
+
+    Parameters
+    ----------
+    make_flow
+        Returns the Prefect flow; called once a server is on its way, so that Prefect is
+        imported meanwhile.
+    options
+        Parameters of the flow, and ``debug``.
+    show
+        Prints the summary of what the flow returned.
+    cluster
+        Returns the options of the cluster that the flow will ask for; it is started at once.
+
+    Returns
+    -------
+    0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    parameters = {name: value for name, value in options.items() if name != "debug"}
+    debug = bool(options["debug"])
+    _quiet(debug=debug)
+    try:
+        with _termination_raises(), contextlib.ExitStack() as stack:
+            server = stack.enter_context(prefect_api())
+            if cluster is not None:
+                _begin_cluster(stack, cluster)
+            flow = make_flow()
+            if server is not None:
+                from scgpu_tasks.tasks import unattended
+                from scgpu_tasks.warm import FLOW_MODULES, import_modules
+
+                import_modules(FLOW_MODULES)
+                server.wait()
+                stack.enter_context(unattended())
+            result = flow(**parameters)
+        show(result)
+    except KeyboardInterrupt:
+        _say("interrupted; run the same command again to go on after the last finished stage")
+        return EXIT_INTERRUPTED
+    except Terminated:
+        _say("terminated; run the same command again to go on after the last finished stage")
+        return EXIT_TERMINATED
+    except Exception as error:  # noqa: BLE001 - the shell gets a message and a code
+        from scgpu_tasks.runlog import describe_error
+
+        if debug:
+            traceback.print_exc()
+        _say(f"error: {describe_error(error)}")
+        return EXIT_FAILED
+    return 0
+
+
+def _begin_cluster(
+    stack: contextlib.ExitStack, cluster: Callable[[], Mapping[str, Any]]
+) -> None:
+    from scgpu_tasks.cluster import prestart
+    from scgpu_tasks.errors import ScgpuError
+
+    # Whatever is wrong is said by the flow, which leaves a record.
+    with contextlib.suppress(ScgpuError):
+        stack.callback(prestart(**cluster()))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _quiet(*, debug: bool) -> None:
+    """Set what Prefect and Dask print, unless the user has; inherited by the workers."""
+    defaults = {
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO" if debug else "CRITICAL",
+        "DASK_LOGGING__DISTRIBUTED": "info" if debug else "critical",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def _termination_raises() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def show_record(result: Mapping[str, Any]) -> None:
+    """Print what a run of ``atlas-qc`` found, and where its record is."""
+    qc, pca, store = (
+        result["summary"].get("qc", {}),
+        result["summary"].get("pca", {}),
+        result["store"],
+    )
+    stages = ", ".join(
+        f"{name} {entry['state']}"
+        + (f" {entry['seconds']:.1f} s" if entry["state"] == "computed" else "")
+        for name, entry in result["stages"].items()
+    )
+    print(
+        f"{result['name']}: {store['shape'][0]:,} cells, {store['shape'][1]:,} genes in "
+        f"{store['path']}\n"
+        f"  kept {qc['n_cells_kept']:,} cells and {qc['n_genes_kept']:,} genes; "
+        f"{qc['n_hvg']:,} highly variable; {pca['n_comps']} components\n"
+        f"  {stages}; {result['seconds']:.1f} s in all\n"
+        f"  report: {result['record']}/report.html"
+    )

@@ -1,0 +1,177 @@
+"""The body of the main job's flow: its stages in order, and the record of what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from scgpu_tasks import steps, tasks
+from scgpu_tasks.cluster import resolve_device
+from scgpu_tasks.commandline import cluster_options
+from scgpu_tasks.errors import ParameterError, StoreError
+from scgpu_tasks.probe import read_tables
+from scgpu_tasks.progress import ProgressBars
+from scgpu_tasks.records import write_record
+from scgpu_tasks.runlog import RunLog
+from scgpu_tasks.saved import read_pca, read_qc
+from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
+from scgpu_tasks.steps import STAGES, Plan
+from scgpu_tasks.workdir import WorkDir, require_writable
+
+
+def main_job(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the stages inside a flow run and leave a record, also of a run that fails.
+
+    Parameters
+    ----------
+    parameters
+        Those of the flow.
+
+    Returns
+    -------
+    The record's content, with its folder under ``record``.
+
+    Raises
+    ------
+    ScgpuError
+        Whatever stopped it; the record says the same.
+    """
+    run = tasks.current_run()
+    out = require_writable(parameters["out"], option="out")
+    folder = out / run.folder_name
+    log = RunLog(
+        flow=run.flow, run_id=run.id, name=run.name, parameters=parameters, stages=STAGES
+    )
+    job = _Job(parameters, out, log)
+    write_record(folder, log.content)
+    try:
+        job.run()
+        results = job.results()
+    except BaseException as error:
+        log.fail(error)
+        write_record(folder, log.content)
+        raise
+    log.end("completed")
+    write_record(folder, log.content, **results)
+    return {**log.content, "record": str(folder)}
+
+
+def specs_of(parameters: Mapping[str, Any]) -> tuple[QCSpec, HVGSpec, PCASpec]:
+    """Specs of the stages from the flow's parameters.
+
+    Raises
+    ------
+    ParameterError
+        A value is out of range.
+    """
+    p = parameters
+    names = ("layer", "min_genes", "max_genes", "min_counts", "max_counts", "max_pct_mt")
+    qc = QCSpec(
+        **{name: p[name] for name in (*names, "min_cells", "mad")},
+        qc_vars=tuple(p["qc_vars"]),
+        percent_top=tuple(p["percent_top"]),
+        expect_counts=p["counts"],
+    )
+    hvg = HVGSpec(
+        target_sum=p["target_sum"],
+        flavor=p["hvg_flavor"],
+        n_top_genes=p["n_top_genes"],
+        batch_key=p["batch_key"],
+    )
+    return qc, hvg, PCASpec(n_comps=p["n_comps"])
+
+
+class _Job:
+    def __init__(self, parameters: Mapping[str, Any], out: Path, log: RunLog) -> None:
+        self.parameters = parameters
+        self.log = log
+        self.work = str(Path(parameters["work"] or out / ".work").absolute())
+        self.store = _absolute(parameters["store"])
+        self.bars = ProgressBars()
+        self.done: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> None:
+        p = self.parameters
+        refresh = _refreshed(p["refresh"])
+        qc, hvg, pca = specs_of(p)
+        device = resolve_device(p["device"])
+        WorkDir(self.work).clean()
+        if p["source"] is None:
+            self.log.skip("convert")
+            steps.require_store(self.store)
+        self._choose_cluster(device)
+        with tasks.watch_progress(self.bars.on_event), self.bars:
+            if p["source"] is not None:
+                with self._stage("convert") as entry:
+                    job = steps.Conversion(_absolute(p["source"]), self.store, self.work)
+                    self._note(entry, tasks.run_convert(job, refresh="convert" in refresh))
+            with self._stage("check") as entry:
+                self.plan = plan = Plan(
+                    store=self.store,
+                    fingerprint=steps.fingerprint(self.store, qc),
+                    work=self.work,
+                    qc=qc,
+                    hvg=hvg,
+                    pca=pca,
+                    device=device,
+                    chunks=p["chunks"],
+                )
+                self.log.content["store"] = {
+                    "path": self.store,
+                    "fingerprint": plan.fingerprint,
+                }
+                self._note(entry, tasks.run_stage(plan, "check", refresh="check" in refresh))
+            for stage in ("load", "qc", "pca"):
+                with self._stage(stage) as entry:
+                    self._note(entry, tasks.run_stage(plan, stage, refresh=stage in refresh))
+
+    def results(self) -> dict[str, Any]:
+        """Tables and results that the record is made of."""
+        work, plan = WorkDir(self.work), self.plan
+        qc = work.read("qc", plan.key("qc"), read_qc)
+        pca = work.read("pca", plan.key("pca"), read_pca)
+        if qc is None or pca is None:
+            msg = f"finished stages vanished from {self.work} before the record was written"
+            raise StoreError(msg)
+        obs, var = read_tables(plan.store)
+        return {"obs": obs, "var": var, "qc": qc, "pca": pca}
+
+    def _choose_cluster(self, device: str) -> None:
+        options = {**self.parameters, "device": device}
+        tasks.use_cluster(options["scheduler"], **cluster_options(options))
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[dict[str, Any]]:
+        self.bars.begin(name)
+        with self.log.stage(name) as entry:
+            yield entry
+        self.bars.end(name, entry["state"])
+
+    def _note(self, entry: dict[str, Any], result: dict[str, Any]) -> None:
+        stage = result["stage"]
+        self.done[stage] = result
+        if result["cached"]:
+            entry["state"] = "cached"
+        summary = result["summary"]
+        if stage == "load":
+            for name in ("element", "encoding", "shape", "nnz", "stored_bytes"):
+                self.log.content["store"][name] = summary[name]
+        if stage in ("qc", "pca"):
+            read = 0 if result["cached"] else summary["stored_bytes_read"]
+            self.log.count_read(stage, read)
+            self.log.content["summary"][stage] = summary
+
+
+def _refreshed(stage: str | None) -> tuple[str, ...]:
+    if stage is None:
+        return ()
+    if stage not in STAGES:
+        msg = f"refresh names a stage, one of {', '.join(STAGES)}, not {stage!r}"
+        raise ParameterError(msg)
+    return STAGES[STAGES.index(stage) :]
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).absolute())

@@ -1,0 +1,59 @@
+"""Results of the stages as files: what a finished stage folder holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from scgpu_tasks.stages.pca import PCAResult
+from scgpu_tasks.stages.qc import QCResult
+from scgpu_tasks.workdir import StageFolder
+
+_PCA_ARRAYS = ("X_pca", "PCs", "variance", "variance_ratio", "mean")
+
+
+def save_qc(result: QCResult, folder: Path) -> None:
+    """Write the tables of every cell and every gene as parquet; the summary is the caller's.
+
+    Parameters
+    ----------
+    result
+        From `scgpu_tasks.stages.qc.run_qc`.
+    folder
+        An existing, empty folder.
+    """
+    result.cells.to_parquet(folder / "cells.parquet")
+    result.genes.to_parquet(folder / "genes.parquet")
+
+
+def read_qc(folder: StageFolder) -> QCResult:
+    """Read back what `save_qc` wrote."""
+    return QCResult(
+        cells=pd.read_parquet(folder.path / "cells.parquet"),
+        genes=pd.read_parquet(folder.path / "genes.parquet"),
+        summary=folder.summary,
+    )
+
+
+def save_pca(result: PCAResult, folder: Path) -> None:
+    """Write the arrays of a PCA as ``.npy``; the summary is the caller's.
+
+    Parameters
+    ----------
+    result
+        From `scgpu_tasks.stages.pca.run_pca`.
+    folder
+        An existing, empty folder.
+    """
+    for name in _PCA_ARRAYS:
+        np.save(folder / f"{name}.npy", getattr(result, name), allow_pickle=False)
+
+
+def read_pca(folder: StageFolder) -> PCAResult:
+    """Read back what `save_pca` wrote."""
+    arrays = {
+        name: np.load(folder.path / f"{name}.npy", allow_pickle=False) for name in _PCA_ARRAYS
+    }
+    return PCAResult(**arrays, summary=folder.summary)

@@ -1,0 +1,224 @@
+"""The steps of the main job as Prefect tasks.
+
+Thin: each names a function of `scgpu_tasks.steps`, takes and returns plain JSON, and is cached
+under the key of the stage folder that holds its output. A folder is the truth; Prefect's cache
+entry only saves running the task to find out that the folder is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import runtime, task
+from prefect.cache_policies import CachePolicy
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.futures import PrefectFuture
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect_dask import DaskTaskRunner
+
+from scgpu_tasks import steps
+from scgpu_tasks.cluster import connect
+from scgpu_tasks.progress import worker_progress
+from scgpu_tasks.steps import Plan
+from scgpu_tasks.workdir import WorkDir
+
+_UNSAFE = re.compile(r"[^\w.+-]+")
+
+RESULT_LAYOUT = 1
+"""Version of what tasks return; part of every cache key."""
+
+
+@dataclass
+class StageFolderKey(CachePolicy):
+    """Cache key of a task: its stage folder's key and where that folder is.
+
+    Parameters
+    ----------
+    stage
+        Name of the stage.
+    """
+
+    stage: str = ""
+
+    def compute_key(
+        self,
+        task_ctx: TaskRunContext,  # noqa: ARG002
+        inputs: dict[str, Any],
+        flow_parameters: dict[str, Any],  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> str | None:
+        """Return the key; equal in every process and on every machine."""
+        plan = Plan.from_json(inputs["plan"])
+        place = hashlib.sha256(plan.work.encode()).hexdigest()[:12]
+        return f"scgpu-{RESULT_LAYOUT}-{self.stage}-{plan.key(self.stage)}-{place}"
+
+
+def _stage_task(stage: str) -> Callable[[Callable[..., Any]], Any]:
+    return task(
+        name=stage,
+        task_run_name=stage,
+        cache_policy=StageFolderKey(stage=stage),
+        persist_result=True,
+        result_serializer="json",
+    )
+
+
+@_stage_task("check")
+def check(plan: dict[str, Any], refresh: bool = False) -> dict[str, Any]:
+    """Report on how fast the store can be read."""
+    return steps.check_step(Plan.from_json(plan), refresh=refresh)
+
+
+@_stage_task("load")
+def load(plan: dict[str, Any], refresh: bool = False) -> dict[str, Any]:
+    """Open the store and refuse what the later stages could not do with it."""
+    return steps.load_step(Plan.from_json(plan), refresh=refresh)
+
+
+@_stage_task("qc")
+def qc(plan: dict[str, Any], refresh: bool = False) -> dict[str, Any]:
+    """QC metrics, filters and highly variable genes."""
+    return steps.qc_step(
+        Plan.from_json(plan), refresh=refresh, progress=worker_progress(_topic(), "qc")
+    )
+
+
+@_stage_task("pca")
+def pca(plan: dict[str, Any], refresh: bool = False) -> dict[str, Any]:
+    """Principal components of the highly variable genes."""
+    return steps.pca_step(
+        Plan.from_json(plan), refresh=refresh, progress=worker_progress(_topic(), "pca")
+    )
+
+
+TASKS = {"check": check, "load": load, "qc": qc, "pca": pca}
+
+
+def run_stage(plan: Plan, stage: str, *, refresh: bool = False) -> dict[str, Any]:
+    """Submit a stage's task to the flow's runner and wait for it.
+
+    Parameters
+    ----------
+    plan
+        What to run.
+    stage
+        One of check, load, qc, pca.
+    refresh
+        Compute it even where a finished output is there.
+
+    Returns
+    -------
+    The step's description, with ``cached`` as it was in this run.
+    """
+    intact = not refresh and WorkDir(plan.work).find(stage, plan.key(stage)) is not None
+    # A path in Prefect's cache says nothing of the files behind it.
+    chosen = TASKS[stage].with_options(refresh_cache=not intact)
+    future: PrefectFuture[Any] = chosen.submit(plan=plan.to_json(), refresh=refresh)
+    result: dict[str, Any] = future.result()
+    if future.state.name == "Cached":
+        result = {**result, "cached": True, "seconds": 0.0}
+    return result
+
+
+def use_cluster(scheduler: str | None, **options: Any) -> None:
+    """Tell the running flow's Dask runner, before its first task, which cluster to use.
+
+    Parameters
+    ----------
+    scheduler
+        Address of a running scheduler; None starts a cluster here.
+    **options
+        As for `scgpu_tasks.cluster.make_cluster`.
+
+    Raises
+    ------
+    ClusterError
+        Nobody answers at that address.
+    """
+    context = FlowRunContext.get()
+    runner = context.task_runner if context is not None else None
+    if not isinstance(runner, DaskTaskRunner):
+        return
+    if scheduler is None:
+        runner.cluster_kwargs = options
+        return
+    connect(scheduler, set_as_default=False).close()
+    runner.cluster_class = runner.resolved_cluster_class = None
+    runner.address = scheduler
+
+
+def dask_runner() -> DaskTaskRunner:
+    """Runner whose cluster comes from `scgpu_tasks.cluster`, started by its first task."""
+    return DaskTaskRunner(cluster_class="scgpu_tasks.cluster.ready_cluster")
+
+
+@dataclass(frozen=True)
+class CurrentRun:
+    """Identity of the flow run that is running.
+
+    Parameters
+    ----------
+    flow, id, name
+        As Prefect has them.
+    """
+
+    flow: str
+    id: str
+    name: str
+
+    @property
+    def folder_name(self) -> str:
+        """The name, without what a file name cannot hold."""
+        return _UNSAFE.sub("-", self.name).strip(".-") or self.id
+
+
+def current_run() -> CurrentRun:
+    """Return the flow run that is running here."""
+    run = runtime.flow_run
+    return CurrentRun(str(run.flow_name), str(run.id), str(run.name))
+
+
+def run_name() -> str:
+    """Name of the flow run: the store's, and the words that Prefect gave the run."""
+    store = str(runtime.flow_run.parameters.get("store", ""))
+    stem = _UNSAFE.sub("-", Path(store.rstrip("/")).stem).strip("-.") or "store"
+    words = str(runtime.flow_run.name or "run")
+    return words if words.startswith(f"{stem}-") else f"{stem}-{words}"
+
+
+@contextmanager
+def watch_progress(on_event: Callable[[tuple[float, Any]], None]) -> Iterator[None]:
+    """Hand the progress of the running flow's stages to a function while the block runs.
+
+    Starts the runner's cluster, if it was not running yet.
+    """
+    context = FlowRunContext.get()
+    runner = context.task_runner if context is not None else None
+    if not isinstance(runner, DaskTaskRunner):
+        yield
+        return
+    client = runner.client
+    client.subscribe_topic(_topic(), on_event)
+    try:
+        yield
+    finally:
+        if client.status == "running":
+            client.unsubscribe_topic(_topic())
+
+
+def unattended() -> AbstractContextManager[Any]:
+    """Apply what suits a run whose server ends with it.
+
+    Nobody is there to notice a missing heartbeat, and ending its thread takes a second.
+    """
+    return temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+
+
+def _topic() -> str:
+    return f"scgpu-progress-{runtime.flow_run.id}"

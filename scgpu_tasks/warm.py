@@ -1,0 +1,45 @@
+"""Import, in the background, what a run needs later anyway.
+
+Dask loads this module in the workers of a flow's cluster (``preload``), and the command line
+calls `import_modules` while it waits for a server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import distributed
+
+WORKER_MODULES = (
+    "scgpu_tasks.tasks",
+    "scgpu_tasks.probe",
+    "scgpu_tasks.stages.qc",
+    "scgpu_tasks.stages.pca",
+    "scgpu_tasks.saved",
+    "scgpu_tasks.io.check",
+)
+FLOW_MODULES = (
+    "scgpu_tasks.mainjob",
+    "anndata.io",
+    "pyarrow.parquet",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_svg",
+    "scgpu_tasks.records.results",
+    "scgpu_tasks.records.tables",
+)
+
+
+def import_modules(names: tuple[str, ...]) -> None:
+    """Import modules by name; what is wrong with one is told by whoever needs it."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def dask_setup(_worker: distributed.Worker) -> None:
+    """Begin to import a flow's modules in a worker."""
+    threading.Thread(target=import_modules, args=(WORKER_MODULES,), daemon=True).start()
