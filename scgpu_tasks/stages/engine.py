@@ -19,9 +19,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from threadpoolctl import threadpool_limits
 
 from scgpu_tasks.kernels.rows import Rows
+from scgpu_tasks.stages import parcels
 from scgpu_tasks.stages.sources import BlockSource, DaskBlocks, MemoryBlocks, block_rows
 
 Progress = Callable[[int, int], None]
@@ -29,6 +31,8 @@ Progress = Callable[[int, int], None]
 _SPANS = 64
 # Spans that may be under way or wait their turn, beyond one for each thread.
 _AHEAD = 2
+# Threads that feed one GPU: enough that reading, decoding and computing overlap.
+_GPU_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -101,19 +105,34 @@ def run_span(source: BlockSource, span: Span, task: SpanTask, *blocks: Any) -> V
         The span's blocks, where they are computed already; else `source` reads them.
     """
     stored = 0
-    if task.recall():
-        return Visit(task.result(), 0, 0)
-    for i in range(span.n_blocks):
-        start, stop = span.bounds[i], span.bounds[i + 1]
-        with _naming_rows(start, stop):
-            block = blocks[i] if blocks else source.read(start, stop)
-            stored += int(getattr(block, "stored_bytes", 0))
-            at = start
-            for rows in block_rows(block, source.shape[1]):
-                task.visit(rows, at)
-                at += rows.n_rows
-            del block
-    return Visit(task.result(), span.n_blocks, stored)
+    with _stream(source):
+        if task.recall():
+            return Visit(task.result(), 0, 0)
+        for i in range(span.n_blocks):
+            start, stop = span.bounds[i], span.bounds[i + 1]
+            with _naming_rows(start, stop):
+                block = blocks[i] if blocks else source.read(start, stop)
+                stored += int(getattr(block, "stored_bytes", 0))
+                at = start
+                for rows in block_rows(block, source.shape[1]):
+                    task.visit(rows, at)
+                    at += rows.n_rows
+                del block
+        return Visit(task.result(), span.n_blocks, stored)
+
+
+def on_gpu(source: BlockSource) -> bool:
+    """Tell whether a source reads its blocks to a GPU."""
+    return getattr(source, "device", "cpu") == "gpu"
+
+
+def _stream(source: BlockSource) -> contextlib.AbstractContextManager[Any]:
+    """Give the thread a stream of its own, where blocks are read to a GPU."""
+    if not on_gpu(source):
+        return contextlib.nullcontext()
+    from scgpu_tasks.kernels._gpu.streams import own_stream
+
+    return own_stream()
 
 
 @contextlib.contextmanager
@@ -165,8 +184,10 @@ class Engine:
         client = None if isinstance(self.source, MemoryBlocks) else _current_client(self._stack)
         if client is not None and self.workers is None:
             self._pool = _Cluster(client)
+            self._stack.callback(self._pool.close)
         else:
-            self._pool = _Threads(self.workers or len(os.sched_getaffinity(0)))
+            threads = _GPU_THREADS if on_gpu(self.source) else len(os.sched_getaffinity(0))
+            self._pool = _Threads(self.workers or threads)
             # A product's bytes depend on how many threads BLAS cuts it for.
             self._stack.enter_context(threadpool_limits(1))
             self._stack.callback(self._pool.close)
@@ -205,7 +226,7 @@ class Engine:
                     return
                 span, future = waiting.pop(0)
                 try:
-                    visit: Visit = future.result()
+                    visit: Visit = self._pool.result(future)
                 finally:
                     self._pool.forget(future)
                 del future
@@ -225,6 +246,15 @@ class Engine:
     def can_hold(self) -> bool:
         """Whether a task may leave rows in its process for a later task of the same span."""
         return self._pool.can_reread or not isinstance(self.source, DaskBlocks)
+
+    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Make an array for rows that tasks find, and the `RowTarget` through which they may.
+
+        Returns
+        -------
+        array, target
+        """
+        return self._pool.rows_result(shape, dtype)
 
     def on_exit(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in every process that runs tasks, when the engine stops."""
@@ -248,8 +278,15 @@ class _Threads:
     def submit(self, source: BlockSource, span: Span, task: SpanTask) -> Future[Visit]:
         return self._pool.submit(run_span, source, span, task)
 
+    def result(self, future: Future[Visit]) -> Visit:
+        return future.result()
+
     def forget(self, future: Future[Visit]) -> None:
         future.cancel()
+
+    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        array = np.empty(shape, dtype)
+        return array, parcels.LocalArray(array)
 
     def everywhere(self, function: Callable[..., object], *arguments: Any) -> None:
         function(*arguments)
@@ -265,6 +302,21 @@ class _Cluster:
     def __init__(self, client: Any) -> None:
         self._client = client
         self.size = max(1, sum(client.nthreads().values()))
+        self._mailbox = parcels.Mailbox()
+
+    def close(self) -> None:
+        self._mailbox.close()
+
+    def result(self, future: Any) -> Visit:
+        visit: Visit = future.result()
+        visit.value = self._mailbox.open(visit.value)
+        return visit
+
+    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        shared = self._mailbox.array(shape, dtype)
+        if shared is None:
+            return np.empty(shape, dtype), None
+        return shared.map(), shared
 
     def submit(self, source: BlockSource, span: Span, task: SpanTask) -> Any:
         blocks: list[Any] = []
@@ -277,6 +329,7 @@ class _Cluster:
             light = _Shape(source.shape)
         return self._client.submit(
             run_span_alone,
+            self._mailbox.address,
             light,
             span,
             task,
@@ -300,12 +353,15 @@ class _Shape:
     shape: tuple[int, int]
 
 
-def run_span_alone(source: Any, span: Span, task: SpanTask, *blocks: Any) -> Visit:
+def run_span_alone(
+    mailbox: str | None, source: Any, span: Span, task: SpanTask, *blocks: Any
+) -> Visit:
     """`run_span` in a worker process, with BLAS on one thread."""
     from distributed import get_worker
 
     with threadpool_limits(1):
         visit = run_span(source, span, task, *blocks)
+    visit.value = parcels.pack(visit.value, mailbox)
     visit.where = get_worker().address
     return visit
 

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from scgpu_tasks.kernels.arrays import is_on_gpu
 from scgpu_tasks.kernels.rows import Rows
 
 # Bytes that one process holds; small beside a block and its decoding.
 BUDGET = 96 * 1024**2
+# Share of a GPU's memory for rows that are on it.
+GPU_SHARE = 0.25
 
 Key = tuple[str, int]
 
@@ -24,7 +27,7 @@ Key = tuple[str, int]
 class _Memory:
     """Rows by run and span. A run that was cut short is the first to make room."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int | None) -> None:
         self.budget = budget
         self._rows: OrderedDict[Key, list[Rows]] = OrderedDict()
         self._lock = threading.Lock()
@@ -32,6 +35,8 @@ class _Memory:
     def put(self, key: Key, rows: Sequence[Rows]) -> bool:
         """Hold rows, if there is room beside those of the same run."""
         with self._lock:
+            if self.budget is None:
+                self.budget = _gpu_budget()
             others = [other for other in self._rows if other[0] != key[0]]
             while self._size() + _size(rows) > self.budget and others:
                 del self._rows[others.pop(0)]
@@ -59,16 +64,28 @@ def _size(rows: Sequence[Rows]) -> int:
     return sum(r.indptr.nbytes + r.indices.nbytes + r.data.nbytes for r in rows)
 
 
+def _gpu_budget() -> int:
+    import cupy
+
+    return int(GPU_SHARE * cupy.cuda.runtime.memGetInfo()[1])
+
+
 memory = _Memory(BUDGET)
+# The budget is known once there is a GPU to ask.
+gpu_memory = _Memory(None)
 
 
 def hold(key: Key, rows: Sequence[Rows], scratch: str | None) -> bool:
     """Hold rows of a span in memory, else in a file in `scratch`, if there is one.
 
+    Rows on a GPU are held there or not at all: reading them again is as quick as a file.
+
     Returns
     -------
     Whether they are held.
     """
+    if any(is_on_gpu(r.data) for r in rows):
+        return gpu_memory.put(key, rows)
     if memory.put(key, rows):
         return True
     if scratch is None:
@@ -88,7 +105,7 @@ def hold(key: Key, rows: Sequence[Rows], scratch: str | None) -> bool:
 
 def recall(key: Key, scratch: str | None) -> list[Rows] | None:
     """Give back rows that were held, and hold them no longer; None if they are gone."""
-    rows = memory.take(key)
+    rows = memory.take(key) or gpu_memory.take(key)
     if rows is not None or scratch is None:
         return rows
     path = _file(key, scratch)
@@ -107,6 +124,7 @@ def recall(key: Key, scratch: str | None) -> list[Rows] | None:
 def drop(run: str, scratch: str | None) -> None:
     """Forget all that a run holds in this process and in `scratch`."""
     memory.drop(run)
+    gpu_memory.drop(run)
     if scratch is not None:
         for path in Path(scratch).glob(f"rows-{run}-*"):
             path.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ from scgpu_tasks.kernels.transform import Transform
 from scgpu_tasks.specs import PCASpec
 from scgpu_tasks.stages import held
 from scgpu_tasks.stages.engine import Engine, Progress, Span
+from scgpu_tasks.stages.parcels import RowTarget
 from scgpu_tasks.stages.pca_visits import Chosen, GramPart, ProjectRows, SumGram
 from scgpu_tasks.stages.qc_visits import cell_factors
 from scgpu_tasks.stages.sources import BlockSource, as_source
@@ -160,20 +161,22 @@ def masked_pca(
     run = _Run(source, keep, factors, position, n_genes, transform, folder)
     with Engine(source, workers=workers, progress=progress, passes=2) as engine:
         engine.on_exit(held.drop, run.name, run.scratch)
+        scores, target = engine.rows_result((n_kept, pca.n_comps), np.float32)
         sums = _GramSums(n_genes, n_dense)
         engine.fold(partial(run.gram_task, n_dense, engine.can_hold), sums.add)
         gram, mean = sums.finish(n_kept, np.argsort(order, kind="stable"))
         PCs, variance, ratio = components(gram, mean, n_kept, pca)
         del gram
         offset = mean @ PCs if pca.zero_center else np.zeros(pca.n_comps)
-        scores = np.empty((n_kept, pca.n_comps), np.float32)
         first = np.concatenate([[0], np.cumsum(keep)])
 
-        def take(span: Span, part: np.ndarray, _: str | None) -> None:
-            scores[first[span.start] : first[span.stop]] = part
+        def take(span: Span, part: np.ndarray | None, _: str | None) -> None:
+            if part is not None:
+                scores[first[span.start] : first[span.stop]] = part
 
         permuted = np.ascontiguousarray(PCs[order])
-        engine.fold(partial(run.score_task, permuted, offset, sums.holders), take)
+        where = _Scores(permuted, offset, sums.holders, target, first)
+        engine.fold(partial(run.score_task, where), take)
         summary = {
             "n_cells": n_kept,
             "n_genes": n_genes,
@@ -214,14 +217,26 @@ class _Run:
     def gram_task(self, n_dense: int, hold: bool, span: Span) -> SumGram:
         return SumGram(self.chosen(span), n_dense, hold=hold)
 
-    def score_task(
-        self,
-        components: np.ndarray,
-        offset: np.ndarray,
-        holders: dict[int, str | None],
-        span: Span,
-    ) -> ProjectRows:
-        return ProjectRows(self.chosen(span), components, offset, holders.get(span.number))
+    def score_task(self, scores: _Scores, span: Span) -> ProjectRows:
+        return ProjectRows(
+            self.chosen(span),
+            scores.components,
+            scores.offset,
+            scores.holders.get(span.number),
+            scores.target,
+            int(scores.first[span.start]),
+        )
+
+
+@dataclass
+class _Scores:
+    """What tells tasks how to make scores, who holds the rows, and where scores go."""
+
+    components: np.ndarray
+    offset: np.ndarray
+    holders: dict[int, str | None]
+    target: RowTarget | None
+    first: np.ndarray
 
 
 class _GramSums:

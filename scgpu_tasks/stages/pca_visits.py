@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from scgpu_tasks.kernels.arrays import to_host
 from scgpu_tasks.kernels.gram import gram_add
 from scgpu_tasks.kernels.project import project
 from scgpu_tasks.kernels.rows import Rows
 from scgpu_tasks.kernels.select import pack, select
 from scgpu_tasks.kernels.transform import Transform
 from scgpu_tasks.stages import held
+from scgpu_tasks.stages.parcels import RowTarget
 
 
 @dataclass
@@ -59,8 +62,8 @@ class GramPart:
     `held` says whether the process that made it holds the span's chosen genes.
     """
 
-    gram: np.ndarray
-    sums: np.ndarray
+    gram: Any
+    sums: Any
     held: bool
 
 
@@ -93,7 +96,7 @@ class SumGram:
     def visit(self, rows: Rows, start: int) -> None:
         """See `SpanTask`."""
         if self._part is None:
-            self._part = self._zeros()
+            self._part = self._zeros(rows.data)
         some, factors = self.chosen.of(rows, start)
         part = self._part
         gram_add(some, factors, self.chosen.transform, self.n_dense, part.gram, part.sums)
@@ -102,14 +105,14 @@ class SumGram:
 
     def result(self) -> GramPart:
         """See `SpanTask`."""
-        part = self._part or self._zeros()
+        part = self._part or self._zeros(np.empty(0))
         if self.hold:
             part.held = held.hold(self.chosen.key, self._packed, self.chosen.scratch)
-        return part
+        return GramPart(to_host(part.gram), to_host(part.sums), part.held)
 
-    def _zeros(self) -> GramPart:
+    def _zeros(self, like: Any) -> GramPart:
         n = self.chosen.n_genes
-        return GramPart(np.zeros((n, n)), np.zeros(n), held=False)
+        return GramPart(np.zeros((n, n), like=like), np.zeros(n, like=like), held=False)
 
 
 class ProjectRows:
@@ -125,6 +128,8 @@ class ProjectRows:
         float64, shape (components,): scores of the mean cell.
     prefer
         Address of the worker that holds the chosen genes.
+    target
+        Where scores may be left, from row `first` on; `result` has them if they are not.
     """
 
     def __init__(
@@ -133,11 +138,15 @@ class ProjectRows:
         components: np.ndarray,
         offset: np.ndarray,
         prefer: str | None,
+        target: RowTarget | None,
+        first: int,
     ) -> None:
         self.chosen = chosen
         self.components = components
         self.offset = offset
         self.prefer = prefer
+        self.target = target
+        self.first = first
         self._scores: list[np.ndarray] = []
 
     def recall(self) -> bool:
@@ -157,10 +166,15 @@ class ProjectRows:
         self._project(*self.chosen.of(rows, start))
 
     def _project(self, rows: Rows, factors: np.ndarray) -> None:
-        scores = np.empty((rows.n_rows, len(self.offset)), np.float32)
+        shape = (rows.n_rows, len(self.offset))
+        scores: Any = np.empty(shape, np.float32, like=rows.data)
         project(rows, factors, self.chosen.transform, self.components, self.offset, scores)
-        self._scores.append(scores)
+        on_host = to_host(scores)
+        if self.target is not None and self.target.write(self.first, on_host):
+            self.first += len(on_host)
+        else:
+            self._scores.append(on_host)
 
-    def result(self) -> np.ndarray:
+    def result(self) -> np.ndarray | None:
         """See `SpanTask`."""
-        return np.concatenate(self._scores)
+        return np.concatenate(self._scores) if self._scores else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from scgpu_tasks.kernels.arrays import to_host
 from scgpu_tasks.kernels.moments import clipped_moments, gene_moments
 from scgpu_tasks.kernels.qc import cell_metrics
 from scgpu_tasks.kernels.rows import Rows
@@ -39,10 +40,13 @@ class CellPart:
 
 @dataclass
 class GenePart:
-    """Sums over the cells of a span, by group; and over the cells left out."""
+    """Sums over the cells of a span, by group; and over the cells left out.
 
-    groups: dict[int, np.ndarray] = field(default_factory=dict)
-    left_out: np.ndarray | None = None
+    On a GPU they stay there until `on_host`.
+    """
+
+    groups: dict[int, Any] = field(default_factory=dict)
+    left_out: Any = None
 
     def add(self, other: GenePart) -> None:
         """Add another span's sums."""
@@ -55,6 +59,11 @@ class GenePart:
             self.left_out = other.left_out
         elif other.left_out is not None:
             self.left_out += other.left_out
+
+    def on_host(self) -> GenePart:
+        """Copy the sums to the host."""
+        left_out = None if self.left_out is None else to_host(self.left_out)
+        return GenePart({g: to_host(t) for g, t in self.groups.items()}, left_out)
 
 
 @dataclass
@@ -132,25 +141,29 @@ class MeasureCells(_Reads):
             return
         plan = self.plan
         metrics = cell_metrics(rows, plan.gene_sets, plan.n_sets, plan.tops)
+        cells = CellPart(
+            to_host(metrics.n_genes),
+            to_host(metrics.total),
+            to_host(metrics.set_totals),
+            to_host(metrics.top_totals),
+        )
         if plan.expect_counts:
             self._problem = _first_problem(
                 rows, start, metrics.invalid_row, metrics.fractional_row
             )
             if self._problem is not None:
                 return
-        self._cells.append(
-            CellPart(metrics.n_genes, metrics.total, metrics.set_totals, metrics.top_totals)
-        )
+        self._cells.append(cells)
         keep = np.zeros(rows.n_rows, bool)
         if plan.rule is not None:
-            named = {"n_genes_by_counts": metrics.n_genes, "total_counts": metrics.total}
+            named = {"n_genes_by_counts": cells.n_genes, "total_counts": cells.total}
             if plan.mt_set is not None:
                 named["pct_counts_mt"] = percentage(
-                    metrics.set_totals[:, plan.mt_set], metrics.total
+                    cells.set_totals[:, plan.mt_set], cells.total
                 )
             keep = plan.rule(named)
         group = self.groups[start - self.start : start - self.start + rows.n_rows]
-        factor = cell_factors(metrics.total, self.target_sum)
+        factor = cell_factors(cells.total, self.target_sum)
         self._genes.add(grouped_moments(rows, keep, group, factor, self.transform))
 
     def result(self) -> QCPart:
@@ -159,7 +172,7 @@ class MeasureCells(_Reads):
             return QCPart(None, GenePart(), self._problem)
         names = ("n_genes", "total", "set_totals", "top_totals")
         joined = {n: np.concatenate([getattr(c, n) for c in self._cells]) for n in names}
-        return QCPart(CellPart(**joined), self._genes)
+        return QCPart(CellPart(**joined), self._genes.on_host())
 
 
 class SumGenes(_Reads):
@@ -201,7 +214,7 @@ class SumGenes(_Reads):
 
     def result(self) -> GenePart:
         """See `SpanTask`."""
-        return self._genes
+        return self._genes.on_host()
 
 
 class ClipGenes(_Reads):
@@ -230,7 +243,7 @@ class ClipGenes(_Reads):
 
     def result(self) -> np.ndarray:
         """See `SpanTask`."""
-        return np.asarray(self._sums)
+        return to_host(self._sums)
 
 
 def grouped_moments(
@@ -266,10 +279,10 @@ def _first_problem(
     if not found:
         return None
     row = min(found)
-    part = slice(rows.indptr[row], rows.indptr[row + 1])
-    values = np.asarray(rows.data[part], np.float64)
+    part = slice(int(rows.indptr[row]), int(rows.indptr[row + 1]))
+    values = to_host(rows.data[part]).astype(np.float64)
     invalid = ~((values >= 0) & (values < np.inf))
     wrong = invalid | (values != np.floor(values))
     at = int(np.flatnonzero(wrong)[0])
     kind = "invalid" if invalid[at] else "fractional"
-    return Problem(kind, start + row, int(rows.indices[part][at]), float(values[at]))
+    return Problem(kind, start + row, int(to_host(rows.indices[part])[at]), float(values[at]))

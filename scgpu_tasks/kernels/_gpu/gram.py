@@ -275,7 +275,7 @@ def _handle() -> int:
     from cupy_backends.cuda.libs import cublas
 
     device = int(cupy.cuda.runtime.getDevice())
-    mine = _handles.__dict__
+    mine = _handles.__dict__.setdefault("handles", {})
     if device not in mine:
         mine[device] = cublas.create()
     return int(mine[device])

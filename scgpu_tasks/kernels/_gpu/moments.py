@@ -91,11 +91,13 @@ def _cut(group: Any, n_groups: int) -> _Parts:
     # Left-out cells count in the last slot.
     slot = np.where(owner == 0, n_groups, owner - 1)
     table = np.stack([first, stop, slot]).astype(np.int32)
-    on = on_device(table, np.int32)
+    starts, stops, slots = on_device(table, np.int32)
     edges = np.cumsum(n_parts) - n_parts[0]
     return _Parts(
         on_device(order, np.int32),
-        *on,
+        starts,
+        stops,
+        slots,
         on_device(edges, np.int32),
         int(n_parts[0]),
         len(owner),

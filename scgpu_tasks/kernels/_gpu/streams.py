@@ -20,7 +20,7 @@ def own_stream() -> Iterator[Any]:
     import cupy
 
     device = int(cupy.cuda.runtime.getDevice())
-    streams = _mine.__dict__
+    streams = _mine.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = cupy.cuda.Stream(non_blocking=True)
     stream = streams[device]

@@ -1,0 +1,171 @@
+"""Large results of tasks, handed from worker to client through memory that both can map.
+
+A worker on the client's machine writes its result's arrays to a file in shared memory, and the
+client maps it: a matrix of scores then costs one copy, not a trip through two sockets. Where
+there is no such memory, or too little, or the worker is on another machine, a result travels as
+any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it
+# Smaller results are quicker on their way than a file is made.
+MIN_BYTES = 1 << 20
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A pickled result whose arrays are in a file, one after the other."""
+
+    pickled: bytes
+    path: str
+    sizes: tuple[int, ...]
+
+
+class RowTarget(Protocol):
+    """Where tasks may leave rows of a result."""
+
+    def write(self, first: int, rows: np.ndarray) -> bool:
+        """Put rows from row `first` on; False where this process cannot."""
+
+
+@dataclass(frozen=True)
+class LocalArray:
+    """An array of this process."""
+
+    array: np.ndarray
+
+    def write(self, first: int, rows: np.ndarray) -> bool:
+        """See `RowTarget`."""
+        self.array[first : first + len(rows)] = rows
+        return True
+
+
+@dataclass(frozen=True)
+class SharedArray:
+    """An array in shared memory."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def map(self) -> np.ndarray:
+        """Map the array; it outlives its file."""
+        with Path(self.path).open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)
+        return np.frombuffer(mapped, self.dtype, int(np.prod(self.shape))).reshape(self.shape)
+
+    def write(self, first: int, rows: np.ndarray) -> bool:
+        """See `RowTarget`."""
+        rows = np.ascontiguousarray(rows, self.dtype)
+        at = first * int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        try:
+            with Path(self.path).open("r+b", buffering=0) as file:
+                left = memoryview(rows).cast("B") if rows.size else memoryview(b"")
+                while left:
+                    done = os.pwrite(file.fileno(), left, at)
+                    at, left = at + done, left[done:]
+        except FileNotFoundError:
+            return False
+        return True
+
+
+class Mailbox:
+    """A folder for parcels; deleted with what is left in it when closed.
+
+    `address` is what workers need; None where this machine has no shared memory.
+    """
+
+    def __init__(self) -> None:
+        self.address: str | None = None
+        if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+            self.address = tempfile.mkdtemp(prefix="scgpu-", dir=SHARED_MEMORY)
+
+    def open(self, value: Any) -> Any:
+        """Unpack a result; one that came without a parcel is handed back as it is."""
+        return _unpack(value) if isinstance(value, Parcel) else value
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> SharedArray | None:
+        """Make an array that workers on this machine can write to, if there is room."""
+        if self.address is None:
+            return None
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        path = Path(self.address) / uuid.uuid4().hex
+        try:
+            with path.open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return None
+        return SharedArray(str(path), shape, np.dtype(dtype))
+
+    def close(self) -> None:
+        """Delete the folder."""
+        if self.address is not None:
+            shutil.rmtree(self.address, ignore_errors=True)
+
+
+def pack(value: Any, address: str | None) -> Any:
+    """Make a parcel of a result, if it is large and the mailbox is on this machine."""
+    if address is None or not Path(address).is_dir():
+        return value
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    sizes = tuple(view.nbytes for view in views)
+    if sum(sizes) < MIN_BYTES:
+        return value
+    path = Path(address) / uuid.uuid4().hex
+    try:
+        _write(path, views)
+    except OSError:
+        # Most likely too little shared memory.
+        path.unlink(missing_ok=True)
+        return value
+    return Parcel(pickled, str(path), sizes)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    starts = [0]
+    for size in sizes:
+        starts.append(-(-(starts[-1] + size) // _ALIGN) * _ALIGN)
+    return starts
+
+
+def _write(path: Path, views: Sequence[memoryview]) -> None:
+    starts = _starts([view.nbytes for view in views])
+    with path.open("xb") as file:
+        # Reserved first: writing to shared memory that has run out would be fatal.
+        os.posix_fallocate(file.fileno(), 0, max(starts[-1], 1))
+        for start, view in zip(starts, views, strict=False):
+            file.seek(start)
+            file.write(view)
+
+
+def _unpack(parcel: Parcel) -> Any:
+    starts = _starts(parcel.sizes)
+    with Path(parcel.path).open("r+b") as file:
+        mapped = memoryview(mmap.mmap(file.fileno(), max(starts[-1], 1)))
+    with contextlib.suppress(FileNotFoundError):
+        # The mapping lives on until the arrays are gone.
+        Path(parcel.path).unlink()
+    views = [
+        mapped[start : start + size] for start, size in zip(starts, parcel.sizes, strict=False)
+    ]
+    # Made by a task of our own.
+    return pickle.loads(parcel.pickled, buffers=views)  # noqa: S301
