@@ -138,10 +138,7 @@ def _error(run: Mapping[str, Any]) -> dict[str, Any] | None:
     advice = [] if stopped or kind not in _ADVICE else [_ADVICE[kind]]
     finished = [n for n, s in run["stages"].items() if s["state"] in ("computed", "cached")]
     if finished:
-        advice.append(
-            f"The same command goes on from here: {', '.join(finished)} "
-            f"{'is' if len(finished) == 1 else 'are'} done and will not run again."
-        )
+        advice.append(f"Done already, and not run again next time: {', '.join(finished)}.")
     elif not advice:
         advice.append("Run the same command again.")
     return {
@@ -206,7 +203,7 @@ def _stages(run: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "name": name,
                 "state": entry["state"],
                 "seconds": seconds if ran else None,
-                "width": f"{100 * seconds / longest:.1f}" if longest and ran else "0",
+                "width": f"{100 * seconds / longest:.1f}" if longest and ran else None,
                 "bytes_read": entry.get("bytes_read"),
                 "times_stored": entry.get("times_stored"),
             }

@@ -119,20 +119,37 @@ def _all_kept_genes(var: pd.DataFrame, loadings: NDArray[np.float64]) -> NDArray
 
 
 def _write(root: zarr.Group, name: str, value: Any) -> None:
-    ad.experimental.write_dispatched(root, name, value, _write_in_row_chunks)
+    ad.experimental.write_dispatched(root, name, value, _write_one)
 
 
-def _write_in_row_chunks(
-    write: Any, group: Any, key: str, elem: Any, dataset_kwargs: Any, **_: Any
+def _write_one(
+    write: Any, group: Any, key: str, elem: Any, /, *, dataset_kwargs: Any, **_: Any
 ) -> None:
-    kwargs = dict(dataset_kwargs)
-    shape = getattr(elem, "shape", ())
-    if shape and shape[0] > ROWS_PER_CHUNK and not isinstance(elem, pd.DataFrame):
-        kwargs["chunks"] = (ROWS_PER_CHUNK, *shape[1:])
-        kwargs["shards"] = (ROWS_PER_CHUNK * CHUNKS_PER_SHARD, *shape[1:])
-    if isinstance(getattr(elem, "dtype", None), pd.StringDtype) and not elem.isna().any():
+    """Write an element as anndata does, but long arrays shard by shard."""
+    dtype = getattr(elem, "dtype", None)
+    if isinstance(dtype, pd.StringDtype) and not elem.isna().any():
         # The plain encoding of strings, which every AnnData reader knows.
-        strings = np.asarray(elem, dtype=object)
-        ad.io.write_elem(group, key, strings, dataset_kwargs=kwargs)
+        _write_rows(group, key, elem, "string-array")
+    elif isinstance(elem, np.ndarray) and elem.ndim > 0 and elem.dtype.kind in "biuf":
+        _write_rows(group, key, elem, "array")
     else:
-        write(group, key, elem, dataset_kwargs=kwargs)
+        write(group, key, elem, dataset_kwargs=dataset_kwargs)
+
+
+def _write_rows(group: zarr.Group, key: str, rows: Any, encoding: str) -> None:
+    # zarr encodes all shards of one assignment at once, which would double the memory.
+    text = encoding == "string-array"
+    long = len(rows) > ROWS_PER_CHUNK
+    array = group.create_array(
+        key,
+        shape=rows.shape,
+        dtype=str if text else rows.dtype,
+        chunks=(ROWS_PER_CHUNK, *rows.shape[1:]) if long else "auto",
+        shards=(ROWS_PER_CHUNK * CHUNKS_PER_SHARD, *rows.shape[1:]) if long else None,
+        attributes={"encoding-type": encoding, "encoding-version": "0.2.0"},
+        overwrite=True,
+    )
+    step = ROWS_PER_CHUNK * CHUNKS_PER_SHARD
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        array[start : start + step] = np.asarray(part, dtype=object) if text else part

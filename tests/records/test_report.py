@@ -240,7 +240,7 @@ def test_a_failed_run_says_where_why_and_what_to_do(tmp_path: Path, failed_run: 
     assert "It failed in the stage “qc”" in error
     assert "X holds -1.0 at cell 'c<1>' (row 3), gene 'G&7'" in error
     assert "--layer" in error
-    assert "check, load are done and will not run again" in error
+    assert "not run again next time: check, load." in error
     assert "Traceback (most recent call last)" in error
     stages = text_of(section(report, "stages"))
     assert "qc failed" in stages
