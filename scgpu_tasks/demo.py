@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-N_OBS, N_VARS, N_BATCHES = 20_000, 4_000, 3
-NNZ_PER_CELL = 400
+N_OBS, N_VARS, N_BATCHES = 20_000, 6_000, 3
+NNZ_PER_CELL = 600
 SEED = 1
 
 

@@ -217,7 +217,7 @@ def _snippet(found: Findings | None) -> str:
         lines += [
             'scanpy.pp.neighbors(adata, use_rep="X_pca")',
             "scanpy.tl.umap(adata)",
-            "scanpy.tl.leiden(adata)",
+            'scanpy.pl.umap(adata, color="total_counts")',
         ]
     return "\n".join(lines)
 
