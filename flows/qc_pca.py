@@ -9,6 +9,7 @@ this file is imported by somebody else.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -117,11 +118,17 @@ def make_flow() -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    from scgpu_tasks.commandline import cluster_options, parse_qc_pca, run_flow, show_record
+    from scgpu_tasks.cluster import flow_cluster
+    from scgpu_tasks.commandline import parse_qc_pca, run_flow, show_record
 
     options = parse_qc_pca(arguments)
-    cluster = None if options["scheduler"] else lambda: cluster_options(options)
-    return run_flow(make_flow, options, show_record, cluster)
+    here = options["scheduler"] is None and Path(options["source"] or options["store"]).exists()
+    return run_flow(
+        make_flow,
+        options,
+        show_record,
+        (lambda: flow_cluster(options["device"], options["workers"])) if here else None,
+    )
 
 
 if __name__ == "__main__":

@@ -126,6 +126,21 @@ def make_cluster(
     return cluster
 
 
+def flow_cluster(device: str, workers: int | None) -> dict[str, Any]:
+    """Options of the cluster that a flow starts; workers import a flow's modules at once.
+
+    Parameters
+    ----------
+    device, workers
+        As the flow's parameters.
+    """
+    return {
+        "device": resolve_device(device),
+        "workers": workers,
+        "preload": ["scgpu_tasks.warm"],
+    }
+
+
 def prestart(**options: Any) -> Callable[[], None]:
     """Begin to start a cluster while the caller does something else.
 

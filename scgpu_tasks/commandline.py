@@ -70,14 +70,6 @@ def parse_qc_pca(arguments: list[str] | None) -> dict[str, Any]:
     return vars(parser.parse_args(arguments))
 
 
-def cluster_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the cluster that a run starts, from those of its command line."""
-    from scgpu_tasks.cluster import resolve_device
-
-    device = resolve_device(options["device"])
-    return {"device": device, "workers": options["workers"], "preload": ["scgpu_tasks.warm"]}
-
-
 def _add_compute_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where and how").add_argument
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="what computes")

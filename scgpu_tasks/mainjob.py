@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from scgpu_tasks import steps, tasks
-from scgpu_tasks.cluster import resolve_device
-from scgpu_tasks.commandline import cluster_options
+from scgpu_tasks.cluster import flow_cluster, resolve_device
+from scgpu_tasks.conversion import Conversion
 from scgpu_tasks.errors import ParameterError, StoreError
 from scgpu_tasks.probe import read_tables
 from scgpu_tasks.progress import ProgressBars
@@ -105,7 +105,9 @@ class _Job:
         with tasks.watch_progress(self.bars.on_event), self.bars:
             if p["source"] is not None:
                 with self._stage("convert") as entry:
-                    job = steps.Conversion(_absolute(p["source"]), self.store, self.work)
+                    job = Conversion(
+                        source=_absolute(p["source"]), store=self.store, work=self.work
+                    )
                     self._note(entry, tasks.run_convert(job, refresh="convert" in refresh))
             with self._stage("check") as entry:
                 self.plan = plan = Plan(
@@ -139,8 +141,8 @@ class _Job:
         return {"obs": obs, "var": var, "qc": qc, "pca": pca}
 
     def _choose_cluster(self, device: str) -> None:
-        options = {**self.parameters, "device": device}
-        tasks.use_cluster(options["scheduler"], **cluster_options(options))
+        p = self.parameters
+        tasks.use_cluster(p["scheduler"], **flow_cluster(device, p["workers"]))
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[dict[str, Any]]:

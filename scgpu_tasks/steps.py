@@ -24,7 +24,6 @@ STAGES: tuple[str, ...] = ("convert", "check", "load", "qc", "pca")
 """In the order in which they run."""
 
 _CODE: dict[str, tuple[str, ...]] = {
-    "convert": ("scgpu_tasks.io.convert",),
     "check": ("scgpu_tasks.io.check",),
     "load": ("scgpu_tasks.io.rows", "scgpu_tasks.probe"),
     "qc": ("scgpu_tasks.io.rows", "scgpu_tasks.stages.qc", "scgpu_tasks.saved"),
@@ -215,16 +214,17 @@ def _run(
     work, key, start = WorkDir(plan.work), plan.key(stage), time.perf_counter()
     found = None if refresh else work.find(stage, key)
     if found is not None:
-        return _describe(found, cached=True, seconds=time.perf_counter() - start)
+        return describe(found, cached=True, seconds=time.perf_counter() - start)
     with work.draft(stage) as draft:
         summary = compute(draft.path)
         require_unchanged(plan)
         publish = draft.replace if refresh else draft.publish
         done = publish(key, inputs=plan.inputs(stage), summary=summary)
-    return _describe(done, cached=False, seconds=time.perf_counter() - start)
+    return describe(done, cached=False, seconds=time.perf_counter() - start)
 
 
-def _describe(folder: StageFolder, *, cached: bool, seconds: float) -> dict[str, Any]:
+def describe(folder: StageFolder, *, cached: bool, seconds: float) -> dict[str, Any]:
+    """Return what a step hands on about its output, JSON-able."""
     return {
         "stage": folder.stage,
         "key": folder.key,
@@ -254,22 +254,3 @@ def fingerprint(store: str, qc: QCSpec) -> str:
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """What to convert into which store; plain values, so that it travels as JSON.
-
-    Parameters
-    ----------
-    source
-        h5ad file or zarr store.
-    store
-        The store to write.
-    work
-        Folder of stage outputs.
-    """
-
-    source: str
-    store: str
-    work: str

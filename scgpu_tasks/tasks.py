@@ -24,6 +24,7 @@ from prefect_dask import DaskTaskRunner
 
 from scgpu_tasks import steps
 from scgpu_tasks.cluster import connect
+from scgpu_tasks.conversion import Conversion, convert_step
 from scgpu_tasks.progress import worker_progress
 from scgpu_tasks.steps import Plan
 from scgpu_tasks.workdir import WorkDir
@@ -54,9 +55,15 @@ class StageFolderKey(CachePolicy):
         **kwargs: Any,  # noqa: ARG002
     ) -> str | None:
         """Return the key; equal in every process and on every machine."""
-        plan = Plan.from_json(inputs["plan"])
+        plan: Plan | Conversion
+        if self.stage == "convert":
+            plan = Conversion.from_json(inputs["job"])
+            key = plan.key()
+        else:
+            plan = Plan.from_json(inputs["plan"])
+            key = plan.key(self.stage)
         place = hashlib.sha256(plan.work.encode()).hexdigest()[:12]
-        return f"scgpu-{RESULT_LAYOUT}-{self.stage}-{plan.key(self.stage)}-{place}"
+        return f"scgpu-{RESULT_LAYOUT}-{self.stage}-{key}-{place}"
 
 
 def _stage_task(stage: str) -> Callable[[Callable[..., Any]], Any]:
@@ -66,6 +73,16 @@ def _stage_task(stage: str) -> Callable[[Callable[..., Any]], Any]:
         cache_policy=StageFolderKey(stage=stage),
         persist_result=True,
         result_serializer="json",
+    )
+
+
+@_stage_task("convert")
+def convert(job: dict[str, Any], refresh: bool = False) -> dict[str, Any]:
+    """Convert a source into the store."""
+    return convert_step(
+        Conversion.from_json(job),
+        refresh=refresh,
+        progress=worker_progress(_topic(), "convert"),
     )
 
 
@@ -117,9 +134,19 @@ def run_stage(plan: Plan, stage: str, *, refresh: bool = False) -> dict[str, Any
     The step's description, with ``cached`` as it was in this run.
     """
     intact = not refresh and WorkDir(plan.work).find(stage, plan.key(stage)) is not None
-    # A path in Prefect's cache says nothing of the files behind it.
-    chosen = TASKS[stage].with_options(refresh_cache=not intact)
-    future: PrefectFuture[Any] = chosen.submit(plan=plan.to_json(), refresh=refresh)
+    return _submit(TASKS[stage], intact=intact, plan=plan.to_json(), refresh=refresh)
+
+
+def run_convert(job: Conversion, *, refresh: bool = False) -> dict[str, Any]:
+    """Submit the convert task to the flow's runner and wait for it; as `run_stage`."""
+    intact = not refresh and job.made() is not None
+    return _submit(convert, intact=intact, job=job.to_json(), refresh=refresh)
+
+
+def _submit(stage_task: Any, *, intact: bool, **arguments: Any) -> dict[str, Any]:
+    # Prefect's cache knows a path, and nothing of the files behind it.
+    chosen = stage_task.with_options(refresh_cache=not intact)
+    future: PrefectFuture[Any] = chosen.submit(**arguments)
     result: dict[str, Any] = future.result()
     if future.state.name == "Cached":
         result = {**result, "cached": True, "seconds": 0.0}
