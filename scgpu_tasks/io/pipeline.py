@@ -262,7 +262,7 @@ class KvikioCodecPipeline(CodecPipeline):
             )
 
         request, counts = self._execute(open_request, target, ready)
-        count(f"{request.files[0].store}/{request.files[0].array}", counts)
+        count(_array_name(batch[0][0], self._key_parts), counts)
         return tuple(
             GetResult(status="missing" if file.stamp is None else "present")
             for file in request.files
@@ -376,4 +376,4 @@ def _array_name(getter: Any, key_parts: int) -> str:
         return type(getter).__name__
     path = "/".join(getter.path.split("/")[:-key_parts])
     root = getattr(getter.store, "root", getter.store)
-    return f"{root}/{path}"
+    return f"{root}/{path}".removesuffix("/")

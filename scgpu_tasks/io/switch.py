@@ -65,10 +65,10 @@ class Enabled:
     def __init__(self, client: Client | None, *, strict: bool) -> None:
         self._client = client
         self._plugin: str | None = None
-        self._config: Any = None
+        self._level: _Level | None = None
         if client is None:
             scratch.require_gpu()
-            self._config = _switch_on(strict=strict)
+            self._level = _switch_on(strict=strict)
             return
         if client.asynchronous:
             msg = "enable(client) needs a client that is not asynchronous"
@@ -84,10 +84,10 @@ class Enabled:
 
     def disable(self) -> None:
         """Undo; a second call does nothing."""
-        config, self._config = self._config, None
+        level, self._level = self._level, None
         plugin, self._plugin = self._plugin, None
-        if config is not None:
-            _switch_off(config)
+        if level is not None:
+            _switch_off(level)
         if plugin is not None and self._client is not None:
             self._client.unregister_worker_plugin(plugin)
 
@@ -127,18 +127,34 @@ def is_enabled() -> bool:
     return zarr.config.get("codec_pipeline.path") == PATH
 
 
-def _switch_on(*, strict: bool) -> Any:
+class _Level:
+    """One change of zarr's configuration."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.closed = False
+
+
+# Changes are undone in the order in which they nest, whatever order they are closed in:
+# workers that share a process come and go in any order.
+_levels: list[_Level] = []
+
+
+def _switch_on(*, strict: bool) -> _Level:
     with _lock:
         before = zarr.config.get("codec_pipeline.path")
         settings: dict[str, Any] = {"codec_pipeline.path": PATH, STRICT_KEY: strict}
         if before != PATH:
             settings[FALLBACK_KEY] = before
-        return zarr.config.set(settings)
+        _levels.append(_Level(zarr.config.set(settings)))
+        return _levels[-1]
 
 
-def _switch_off(config: Any) -> None:
+def _switch_off(level: _Level) -> None:
     with _lock:
-        config.__exit__(None, None, None)
+        level.closed = True
+        while _levels and _levels[-1].closed:
+            _levels.pop().config.__exit__(None, None, None)
 
 
 class _GpuReads(WorkerPlugin):

@@ -4,9 +4,9 @@
     python -m tests.benchmarks.gpu_read STORE --lazy [--json FILE]
 
 Without --lazy, one GPU: X/data and X/indices through zarr and KvikioCodecPipeline with 1, 2,
-4 and 8 threads; in the same run the ceilings, KvikIO alone reading the same files and nvCOMP alone
-decoding the same chunks where they lie on the device, and zarrs decoding on all cores followed
-by a copy. With --lazy: read_lazy on a LocalCUDACluster, summing every value and checking it.
+4 and 8 threads; in the same run the ceilings, KvikIO alone reading the same files and nvCOMP
+alone decoding the same chunks where they lie on the device, and zarrs decoding on all cores
+followed by a copy. With --lazy: read_lazy on a LocalCUDACluster, summing every value, checked.
 STORE is made by make_gpu_atlas.py, whose truth.json says what the sums must be.
 """
 

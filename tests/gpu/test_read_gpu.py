@@ -290,6 +290,8 @@ def test_pickled_arrays_read_on(tmp_path: Path) -> None:
     assert reads_as(pickle.loads(raw), "basic", (slice(5, 995),), values[5:995])
 
 
+# zarr warns that it copies shard indices to the GPU and back in this configuration.
+@pytest.mark.filterwarnings("ignore:Creating a zarr.buffer.gpu:UserWarning")
 def test_everything_while_zarr_is_configured_for_the_gpu(tmp_path: Path) -> None:
     from scgpu_tasks.io.switch import enable
 

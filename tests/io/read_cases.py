@@ -145,7 +145,7 @@ INDEXERS = {
 def read(
     array: zarr.Array[Any], kind: str, selection: Any, prototype: Any, out: Any = None
 ) -> Any:
-    """Read as zarr does, without the reshaping on the host that it ends some selections with."""
+    """Read as zarr does, without the copy to the host that ends some selections."""
     indexer = INDEXERS[kind](selection, array.shape, array.async_array._chunk_grid)
     return sync(array.async_array._get_selection(indexer, prototype=prototype, out=out))
 
