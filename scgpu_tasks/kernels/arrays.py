@@ -9,7 +9,7 @@ import numpy as np
 
 def to_host(array: Any) -> np.ndarray:
     """Copy an array to the host, on the current stream; NumPy arrays are there already."""
-    return array if isinstance(array, np.ndarray) else array.get()
+    return array.get() if is_on_gpu(array) else np.asarray(array)
 
 
 def is_on_gpu(array: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,3 +63,30 @@ def dense(rows: Rows) -> np.ndarray:
 def host(array: Any) -> np.ndarray:
     """NumPy array of a device's array."""
     return array.get() if hasattr(array, "get") else np.asarray(array)
+
+
+@dataclass(frozen=True)
+class HostDecoded:
+    """Row blocks that the host decodes and the GPU works on."""
+
+    rows: Any
+
+    device = "gpu"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.shape
+
+    @property
+    def bounds(self) -> Any:
+        return self.rows.bounds
+
+    def read(self, start: int, stop: int) -> Any:
+        import cupy
+
+        block = self.rows.read(start, stop)
+        for name in ("data", "indices", "values"):
+            array = getattr(block, name)
+            if array is not None:
+                setattr(block, name, cupy.asarray(array))
+        return block

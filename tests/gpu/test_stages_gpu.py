@@ -1,0 +1,212 @@
+"""QC and PCA on a GPU against the same stages on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+
+from scgpu_tasks.errors import DataError, MissingPackageError
+from scgpu_tasks.io.rows import open_rows
+from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
+from scgpu_tasks.stages import held
+from scgpu_tasks.stages.pca import PCAResult, run_pca
+from scgpu_tasks.stages.qc import QCResult, run_qc
+from tests.gpu.kernel_cases import HostDecoded
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+pytestmark = pytest.mark.gpu
+
+QC = QCSpec(min_genes=30, max_pct_mt=30.0)
+HVG = HVGSpec(n_top_genes=200)
+PCA = PCASpec(n_comps=10)
+
+
+@pytest.fixture(autouse=True)
+def _device() -> None:
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"no GPU: {error}")
+    if not count:
+        pytest.skip("no GPU")
+
+
+def tables(store: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    group = zarr.open_group(store, mode="r")
+    return ad.io.read_elem(group["obs"]), ad.io.read_elem(group["var"])
+
+
+def gpu_source(store: Path, chunks: Any = "auto") -> Any:
+    try:
+        return open_rows(store, chunks=chunks, device="gpu")
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+
+
+def both(
+    source: Any, store: Path, qc: QCSpec = QC, hvg: HVGSpec = HVG, pca: PCASpec = PCA
+) -> tuple[QCResult, PCAResult]:
+    found = run_qc(source, *tables(store), qc, hvg)
+    return found, run_pca(source, found.cells, found.genes, found.summary["target_sum"], pca)
+
+
+def assert_equal(
+    found: tuple[QCResult, PCAResult], expected: tuple[QCResult, PCAResult], separated: int = 5
+) -> None:
+    """Counts exactly, moments to 1e-9, variances to 1e-6, loadings of separated components."""
+    for name in ("cells", "genes"):
+        got, want = getattr(found[0], name), getattr(expected[0], name)
+        assert list(got.columns) == list(want.columns)
+        for column in want:
+            if want[column].dtype.kind in "iub":
+                np.testing.assert_array_equal(got[column], want[column], err_msg=column)
+            else:
+                np.testing.assert_allclose(
+                    got[column].to_numpy(np.float64),
+                    want[column].to_numpy(np.float64),
+                    rtol=1e-7 if "disp" in column else 1e-9,
+                    atol=1e-12,
+                    err_msg=column,
+                )
+    got, want = found[1], expected[1]
+    np.testing.assert_allclose(got.mean, want.mean, rtol=1e-9)
+    np.testing.assert_allclose(got.variance, want.variance, rtol=2e-6)
+    np.testing.assert_allclose(got.variance_ratio, want.variance_ratio, rtol=2e-6)
+    cosines = np.abs((got.PCs * want.PCs).sum(axis=0))
+    assert (cosines[:separated] > 0.99999).all()
+    scale = np.abs(want.X_pca[:, :separated]).max()
+    np.testing.assert_allclose(
+        got.X_pca[:, :separated], want.X_pca[:, :separated], atol=2e-4 * scale
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(small_store: Path) -> tuple[QCResult, PCAResult]:
+    return both(open_rows(small_store), small_store)
+
+
+@pytest.mark.parametrize("chunks", [1, 97, 500, 1_499, "auto"])
+def test_host_decoded_blocks_of_any_size_give_the_cpu_numbers(
+    small_store: Path, expected: tuple[QCResult, PCAResult], chunks: Any
+) -> None:
+    if chunks == 1:
+        chunks = [1, 3, 1_496]
+    source = HostDecoded(open_rows(small_store, chunks=chunks))
+    assert_equal(both(source, small_store), expected)
+
+
+@pytest.mark.parametrize("chunks", [60, 97, 500, 1_499, "auto"])
+def test_gpu_decoded_blocks_of_any_size_give_the_cpu_numbers(
+    small_store: Path, expected: tuple[QCResult, PCAResult], chunks: Any
+) -> None:
+    assert_equal(both(gpu_source(small_store, chunks), small_store), expected)
+
+
+def test_gpu_decoded_larger_store_gives_the_cpu_numbers(medium_store: Path) -> None:
+    hvg = HVGSpec(n_top_genes=1_000, batch_key="batch")
+    found = both(gpu_source(medium_store, 3_000), medium_store, hvg=hvg)
+    assert_equal(found, both(open_rows(medium_store), medium_store, hvg=hvg))
+
+
+@pytest.mark.parametrize(
+    ("qc", "hvg"),
+    [
+        (replace(QC, mad=True), HVG),
+        (replace(QC, percent_top=(20, 50), qc_vars=("mt", "ribo", "hb")), HVG),
+        (QC, replace(HVG, target_sum=None)),
+        (QC, replace(HVG, batch_key="batch")),
+        (QC, replace(HVG, flavor="cell_ranger")),
+        (QC, replace(HVG, n_top_genes=None)),
+    ],
+    ids=["mad", "percent_top", "median_target", "batches", "cell_ranger", "cutoffs"],
+)
+def test_options_give_the_cpu_numbers(small_store: Path, qc: QCSpec, hvg: HVGSpec) -> None:
+    rows = open_rows(small_store, chunks=400)
+    found = both(HostDecoded(rows), small_store, qc=qc, hvg=hvg)
+    assert_equal(found, both(rows, small_store, qc=qc, hvg=hvg))
+
+
+def test_seurat_v3_gives_the_cpu_genes(small_store: Path) -> None:
+    pytest.importorskip("skmisc", reason="scikit-misc is not installed")
+    hvg = replace(HVG, flavor="seurat_v3")
+    rows = open_rows(small_store, chunks=400)
+    found = both(HostDecoded(rows), small_store, hvg=hvg)
+    assert_equal(found, both(rows, small_store, hvg=hvg))
+
+
+def test_without_centring_the_cpu_numbers(small_store: Path) -> None:
+    pca = PCASpec(n_comps=10, zero_center=False)
+    rows = open_rows(small_store, chunks=400)
+    found = both(HostDecoded(rows), small_store, pca=pca)
+    assert_equal(found, both(rows, small_store, pca=pca))
+
+
+def test_qc_and_pca_read_the_store_once_each(small_store: Path) -> None:
+    source = HostDecoded(open_rows(small_store, chunks=400))
+    qc, pca = both(source, small_store)
+    assert qc.summary["passes"] == pca.summary["passes"] == 1
+
+
+def test_too_small_a_budget_reads_again_and_gives_the_same_bytes(
+    small_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = HostDecoded(open_rows(small_store, chunks=400))
+    _, whole = both(source, small_store)
+    monkeypatch.setattr(held, "gpu_memory", held._Memory(60_000))
+    _, tight = both(source, small_store)
+    assert 1 < tight.summary["passes"] <= 2
+    assert tight.X_pca.tobytes() == whole.X_pca.tobytes()
+
+
+def test_nothing_is_held_after_a_run(small_store: Path) -> None:
+    both(HostDecoded(open_rows(small_store, chunks=400)), small_store)
+    assert held.gpu_memory._size() == 0
+
+
+def test_same_bytes_from_run_to_run(small_store: Path) -> None:
+    source = HostDecoded(open_rows(small_store, chunks=200))
+    first, second = both(source, small_store), both(source, small_store)
+    assert first[0].genes.equals(second[0].genes)
+    for name in ("X_pca", "PCs", "variance"):
+        assert getattr(first[1], name).tobytes() == getattr(second[1], name).tobytes()
+
+
+def test_log_normalised_values_are_refused_with_their_place(small_store: Path) -> None:
+    rows = open_rows(small_store, chunks=400)
+
+    class Logged(HostDecoded):
+        def read(self, start: int, stop: int) -> Any:
+            block = super().read(start, stop)
+            block.data = cupy.log1p(block.data)
+            return block
+
+    with pytest.raises(DataError, match="not a whole number"):
+        run_qc(Logged(rows), *tables(small_store), QC, HVG)
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[Any]:
+    pytest.importorskip("dask_cuda", reason="dask-cuda is not installed")
+    from scgpu_tasks.cluster import start_cluster
+
+    with start_cluster(device="gpu", workers=1) as client:
+        yield client
+
+
+def test_a_cluster_gives_the_bytes_of_threads(small_store: Path, one_gpu: Any) -> None:
+    source = gpu_source(small_store, 150)
+    qc, pca = both(source, small_store)
+    assert pca.summary["passes"] == 1
+    one_gpu.close()
+    alone = both(source, small_store)
+    assert qc.genes.equals(alone[0].genes)
+    assert qc.cells.equals(alone[0].cells)
+    assert pca.X_pca.tobytes() == alone[1].X_pca.tobytes()
