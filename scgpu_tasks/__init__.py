@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scgpu_tasks import datasets, errors, specs
+    from scgpu_tasks import datasets, errors, hvg, pca, qc, specs
     from scgpu_tasks.cluster import start_cluster
     from scgpu_tasks.io.check import check
     from scgpu_tasks.io.convert import convert_zarr
@@ -24,6 +24,9 @@ __all__ = [
     "datasets",
     "enable",
     "errors",
+    "hvg",
+    "pca",
+    "qc",
     "read_lazy",
     "release_memory",
     "specs",
@@ -38,7 +41,7 @@ _HOMES = {
     "release_memory": "io.switch",
     "start_cluster": "cluster",
 }
-_MODULES = frozenset({"datasets", "errors", "specs"})
+_MODULES = frozenset({"datasets", "errors", "hvg", "pca", "qc", "specs"})
 
 
 def __getattr__(name: str) -> Any:
