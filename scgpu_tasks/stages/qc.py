@@ -21,13 +21,13 @@ from scgpu_tasks.specs import HVGSpec, QCSpec
 from scgpu_tasks.stages import filters, hvg, tables
 from scgpu_tasks.stages.engine import Engine, Progress, Span
 from scgpu_tasks.stages.gene_sets import GeneSets, find_gene_sets
+from scgpu_tasks.stages.qc_errors import not_counts, nothing_passes
 from scgpu_tasks.stages.qc_visits import (
     CellPart,
     CellPlan,
     ClipGenes,
     GenePart,
     MeasureCells,
-    Problem,
     QCPart,
     SumGenes,
     cell_factors,
@@ -57,14 +57,23 @@ class QCResult:
     summary: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Among:
+    """Cells and genes that may pass, bool; None: all of them."""
+
+    cells: np.ndarray | None = None
+    genes: np.ndarray | None = None
+
+
 def run_qc(
     source: Any,
     obs: pd.DataFrame,
     var: pd.DataFrame,
     qc: QCSpec,
-    hvg: HVGSpec,
+    hvg: HVGSpec | None,
     *,
     gene_lists: Mapping[str, Iterable[str]] | None = None,
+    among: Among | None = None,
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> QCResult:
@@ -80,9 +89,11 @@ def run_qc(
     qc
         Metrics and filters.
     hvg
-        Normalisation and choice of genes.
+        Normalisation and choice of genes; None: choose none.
     gene_lists
         Further gene sets to measure, as lists of gene names.
+    among
+        Cells and genes that may pass; the others are measured, and left out. Default: all.
     progress
         Called with blocks done and blocks to do.
     workers
@@ -97,7 +108,7 @@ def run_qc(
     FormatError
         The parts do not belong together.
     """
-    run = _Run(as_source(source), obs, var, qc, hvg, gene_lists or {})
+    run = _Run(as_source(source), obs, var, qc, hvg, gene_lists or {}, among or Among())
     with Engine(run.source, workers=workers, progress=progress, passes=run.passes) as engine:
         run.measure(engine)
         run.choose_cells()
@@ -117,11 +128,14 @@ class _Run:
         obs: pd.DataFrame,
         var: pd.DataFrame,
         qc: QCSpec,
-        hvg_spec: HVGSpec,
+        hvg_spec: HVGSpec | None,
         gene_lists: Mapping[str, Iterable[str]],
+        among: Among,
     ) -> None:
+        self.among = among
         self.source, self.obs, self.var = source, obs, var
-        self.qc, self.hvg = qc, hvg_spec
+        self.choosing = hvg_spec is not None
+        self.qc, self.hvg = qc, hvg_spec or HVGSpec()
         self._check()
         self.sets: GeneSets = find_gene_sets(var, qc.qc_vars, gene_lists)
         self.notes = list(self.sets.notes)
@@ -132,15 +146,15 @@ class _Run:
             self.notes.append("mad: limits from medians replace the fixed cell thresholds")
         tops = {*qc.percent_top, *((filters.MAD_TOP,) if qc.mad else ())}
         self.tops = tuple(sorted(top for top in tops if top <= len(var)))
-        self.groups, self.categories = _groups(obs, hvg_spec.batch_key)
-        self.fused = not qc.mad and hvg_spec.target_sum is not None
-        self.passes = 1 + (not self.fused) + (hvg_spec.flavor == "seurat_v3")
+        self.groups, self.categories = _groups(obs, self.hvg.batch_key)
+        self.fused = not qc.mad and self.hvg.target_sum is not None
+        self.passes = 1 + (not self.fused) + (self.hvg.flavor == "seurat_v3")
         self.moments = GenePart()
         self.transform = {
             "seurat": Transform.SCALE,
             "cell_ranger": Transform.LOG1P,
             "seurat_v3": Transform.IDENTITY,
-        }[hvg_spec.flavor]
+        }[self.hvg.flavor]
 
     def _check(self) -> None:
         n_cells, n_genes = self.source.shape
@@ -176,14 +190,16 @@ class _Run:
         target = self.hvg.target_sum if self.hvg.target_sum is not None else 1.0
 
         def task(span: Span) -> MeasureCells:
-            groups = self.groups[span.start : span.stop]
-            return MeasureCells(plan, span.start, groups, target, self.transform)
+            part = slice(span.start, span.stop)
+            groups = self.groups[part]
+            among = None if self.among.cells is None else self.among.cells[part]
+            return MeasureCells(plan, span.start, groups, target, self.transform, among)
 
         engine.fold(task, self._take_cells)
 
     def _take_cells(self, span: Span, part: QCPart, _: str | None) -> None:
         if part.problem is not None or part.cells is None:
-            raise _not_counts(part.problem, self.obs, self.var)
+            raise not_counts(part.problem, self.obs, self.var)
         rows = slice(span.start, span.stop)
         for name, values in vars(part.cells).items():
             getattr(self.measured, name)[rows] = values
@@ -199,8 +215,10 @@ class _Run:
             self.failures = filters.fixed_failures(self.qc, self.metrics)
             self.thresholds = {name: getattr(self.qc, name) for name in self.failures}
         self.keep = ~_any(self.failures, len(self.obs))
+        if self.among.cells is not None:
+            self.keep &= self.among.cells
         if not self.keep.any():
-            raise _nothing_passes(self.failures, self.metrics)
+            raise nothing_passes(self.failures, self.metrics)
         counted = self.measured.total[self.keep & (self.measured.total > 0)]
         self.target_sum = self.hvg.target_sum
         if self.target_sum is None:
@@ -236,6 +254,8 @@ class _Run:
         self.passed = np.ones(len(self.var), bool)
         if self.qc.min_cells is not None:
             self.passed = self.n_cells_kept >= self.qc.min_cells
+        if self.among.genes is not None:
+            self.passed = self.passed & self.among.genes
         if not self.passed.any():
             msg = (
                 f"no gene is expressed by min_cells={self.qc.min_cells} of the "
@@ -246,6 +266,9 @@ class _Run:
     def choose_variable(self, engine: Engine) -> None:
         """Choose the highly variable genes among those that passed."""
         names = self.var.index[self.passed]
+        if not self.choosing:
+            self.variable = pd.DataFrame(index=names)
+            return
         batches = self._batches()
         if not batches:
             msg = f"no kept cell has a value in obs[{self.hvg.batch_key!r}]"
@@ -325,7 +348,7 @@ class _Run:
             "n_genes": len(self.var),
             "n_cells_kept": int(self.keep.sum()),
             "n_genes_kept": int(self.passed.sum()),
-            "n_hvg": int(genes["highly_variable"].sum()),
+            "n_hvg": int(genes["highly_variable"].sum()) if self.choosing else 0,
             "thresholds": tables.json_numbers(self.thresholds),
             "lost": {"cells": lost, "genes": {"min_cells": int((~self.passed).sum())}},
             "target_sum": float(self.target_sum or 0.0),
@@ -341,6 +364,37 @@ class _Run:
             "notes": self.notes,
         }
         return QCResult(cells, genes, summary)
+
+
+def cell_totals(source: BlockSource, *, workers: int | None = None) -> np.ndarray:
+    """Sum of the values of each cell, in one visit.
+
+    Parameters
+    ----------
+    source
+        Cells by genes.
+    workers
+        As in `run_qc`.
+
+    Returns
+    -------
+    float64, shape (cells,)
+    """
+    n_cells, n_genes = source.shape
+    totals = np.zeros(n_cells)
+    plan = CellPlan(np.zeros(n_genes, np.uint64), 0, (), False, None, None)
+
+    def task(span: Span) -> MeasureCells:
+        groups = np.zeros(span.stop - span.start, np.int32)
+        return MeasureCells(plan, span.start, groups, 1.0, Transform.IDENTITY)
+
+    def take(span: Span, part: QCPart, _: str | None) -> None:
+        if part.cells is not None:
+            totals[span.start : span.stop] = part.cells.total
+
+    with Engine(source, workers=workers) as engine:
+        engine.fold(task, take)
+    return totals
 
 
 def _passes(spec: QCSpec, metrics: dict[str, np.ndarray]) -> np.ndarray:
@@ -367,33 +421,3 @@ def _groups(obs: pd.DataFrame, batch_key: str | None) -> tuple[np.ndarray, list[
     categories = list(column.cat.categories)
     codes[codes < 0] = len(categories)
     return codes, categories
-
-
-def _not_counts(problem: Problem | None, obs: pd.DataFrame, var: pd.DataFrame) -> DataError:
-    if problem is None:
-        return DataError("a block came back without metrics")
-    where = (
-        f"cell {str(obs.index[problem.cell])!r} (row {problem.cell}), "
-        f"gene {str(var.index[problem.gene])!r}"
-    )
-    if problem.kind == "invalid":
-        return DataError(
-            f"X holds {problem.value} at {where}; counts are 0 or more. Point to raw counts, "
-            "such as a layer, or pass expect_counts=False if X is not meant to hold counts"
-        )
-    return DataError(
-        f"X holds {problem.value} at {where}, not a whole number: it looks normalised or "
-        "log-transformed. Point to raw counts, such as layer='counts', or pass "
-        "expect_counts=False if fractions are meant (corrected counts)"
-    )
-
-
-def _nothing_passes(
-    failures: Mapping[str, np.ndarray], metrics: Mapping[str, np.ndarray]
-) -> ParameterError:
-    lost = ", ".join(f"{name} removes {int(mask.sum())}" for name, mask in failures.items())
-    n_genes, total = metrics["n_genes_by_counts"], metrics["total_counts"]
-    return ParameterError(
-        f"no cell of {len(total)} passes the filters ({lost}). The median cell has "
-        f"{np.median(n_genes):g} genes and {np.median(total):g} counts: relax the thresholds"
-    )

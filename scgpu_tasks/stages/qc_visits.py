@@ -116,6 +116,8 @@ class MeasureCells(_Reads):
         Total of a cell after normalisation.
     transform
         For the gene moments.
+    among
+        bool, shape (cells of the span,): cells that may be kept. Default: all.
     """
 
     def __init__(
@@ -125,8 +127,10 @@ class MeasureCells(_Reads):
         groups: np.ndarray,
         target_sum: float,
         transform: Transform,
+        among: np.ndarray | None = None,
     ) -> None:
         self.plan = plan
+        self.among = among
         self.start = start
         self.groups = groups
         self.target_sum = target_sum
@@ -162,7 +166,10 @@ class MeasureCells(_Reads):
                     cells.set_totals[:, plan.mt_set], cells.total
                 )
             keep = plan.rule(named)
-        group = self.groups[start - self.start : start - self.start + rows.n_rows]
+        part = slice(start - self.start, start - self.start + rows.n_rows)
+        if self.among is not None:
+            keep = keep & self.among[part]
+        group = self.groups[part]
         factor = cell_factors(cells.total, self.target_sum)
         self._genes.add(grouped_moments(rows, keep, group, factor, self.transform))
 
