@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -123,7 +124,7 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[pd.DataFrame, pd.DataFram
     with _host_buffers():
         try:
             root = zarr.open_group(files.zarr_store(), mode="r", use_consolidated=False)
-        except (*DECODE_ERRORS, KeyError) as error:
+        except DECODE_ERRORS as error:
             msg = f"{files.path} is not a zarr store: {error}"
             raise FormatError(msg) from error
         return _table(root, "obs", files.path), _table(root, "var", files.path)
@@ -134,8 +135,11 @@ def _table(root: zarr.Group, name: str, path: str) -> pd.DataFrame:
         msg = f"{path} has no {name}: it is not a complete AnnData store"
         raise FormatError(msg)
     try:
-        table = ad.io.read_elem(root[name])
-    except (*DECODE_ERRORS, KeyError) as error:
+        with warnings.catch_warnings():
+            # Old stores are welcome.
+            warnings.filterwarnings("ignore", message=".* was written without encoding")
+            table = ad.io.read_elem(root[name])
+    except DECODE_ERRORS as error:
         msg = f"{name} of {path} cannot be read ({error}); {REWRITE}"
         raise FormatError(msg) from error
     if isinstance(table, np.ndarray) and table.dtype.names:
@@ -156,8 +160,8 @@ def _from_records(records: np.ndarray, root: zarr.Group) -> pd.DataFrame:
         values = records[field]
         categories = f"uns/{field}_categories"
         if categories in root:
-            names = np.atleast_1d(np.asarray(ad.io.read_elem(root[categories])))
-            columns[field] = pd.Categorical.from_codes(values, _text(names))
+            names = _text(np.atleast_1d(np.asarray(root[categories][...])))  # type: ignore[index]
+            columns[field] = pd.Categorical.from_codes(values.tolist(), pd.Index(names))
         else:
             columns[field] = _text(values)
     table = pd.DataFrame(columns)

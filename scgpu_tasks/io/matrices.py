@@ -150,7 +150,7 @@ class CSRElement:
             raise FormatError(msg)
         if len(indptr) and not (int(indptr[0]) >= 0 and int(indptr[-1]) <= nnz):
             msg = (
-                f"indptr of {self._where} puts rows {first} to {first + len(indptr) - 1} at "
+                f"indptr of {self._where} puts rows {first} to {first + len(indptr) - 2} at "
                 f"values {indptr[0]} to {indptr[-1]}, but there are {nnz}; {REWRITE}"
             )
             raise FormatError(msg)

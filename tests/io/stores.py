@@ -11,6 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 import zarr
 
+from scgpu_tasks.io.csr_writer import consolidate
 from scgpu_tasks.io.rows import RowBlocks
 
 
@@ -61,6 +62,7 @@ def write_csr(
             compressors=compressors,
             config={"write_empty_chunks": True},
         )[:] = values
+    consolidate(path)
     return path
 
 
