@@ -133,7 +133,7 @@ class DeviceBuffer:
             with stream:
                 try:
                     self._memory = cp.empty(rounded, dtype=cp.uint8)
-                except cp.cuda.memory.OutOfMemoryError:
+                except MemoryError:  # of CuPy, or of RMM in its place
                     release_memory()
                     self._memory = cp.empty(rounded, dtype=cp.uint8)
             # The allocator orders reuse by stream, but KvikIO writes outside of streams.
