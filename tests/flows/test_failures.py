@@ -1,0 +1,170 @@
+import json
+import os
+import re
+import shutil
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from scgpu_tasks import errors
+
+N_OBS, N_VARS = 120, 60
+
+
+def counts(kind="csr"):
+    rng = np.random.default_rng(3)
+    dense = rng.poisson(1.0, (N_OBS, N_VARS)).astype(np.float32)
+    return {"csr": sp.csr_matrix, "csc": sp.csc_matrix, "dense": np.asarray}[kind](dense)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(x, **parts):
+        obs = pd.DataFrame(
+            {"batch": pd.Categorical(["a", "b"] * (N_OBS // 2))},
+            index=[f"cell{i}" for i in range(N_OBS)],
+        )
+        var = pd.DataFrame(index=[f"gene{i}" for i in range(N_VARS)])
+        path = tmp_path / "bad.zarr"
+        ad.AnnData(x, obs=obs, var=var, **parts).write_zarr(path)
+        return path
+
+    return write
+
+
+def with_value(value, at=(7, 5)):
+    x = counts().tolil()
+    x[at] = value
+    return x.tocsr()
+
+
+def nothing(write, tmp_path):
+    return tmp_path / "nowhere.zarr"
+
+
+def not_anndata(write, tmp_path):
+    import zarr
+
+    path = tmp_path / "plain.zarr"
+    zarr.create_group(path).create_array("X", shape=(3, 3), dtype="f4")
+    return path
+
+
+def no_x(write, tmp_path):
+    return write(None)
+
+
+def csc_x(write, tmp_path):
+    return write(counts("csc"))
+
+
+def negative(write, tmp_path):
+    return write(with_value(-1))
+
+
+def missing_value(write, tmp_path):
+    return write(with_value(np.nan))
+
+
+def late_negative(write, tmp_path):
+    return write(with_value(-3, at=(N_OBS - 1, 2)))
+
+
+def log_normalised(write, tmp_path):
+    return write(counts().log1p())
+
+
+def good(write, tmp_path):
+    return write(counts())
+
+
+SMALL = {"min_genes": 1, "n_top_genes": 40, "n_comps": 5}
+BAD = [
+    (nothing, {}, errors.StoreError, r"no store at .*nowhere\.zarr"),
+    (not_anndata, {}, errors.FormatError, r"plain\.zarr"),
+    (no_x, {}, errors.FormatError, r"X"),
+    (csc_x, {}, errors.FormatError, r"(?i)csc.*convert|convert.*csc"),
+    (negative, {}, errors.DataError, r"cell7.*gene5"),
+    (missing_value, {}, errors.DataError, r"cell7.*gene5"),
+    (late_negative, {}, errors.DataError, r"cell119.*gene2"),
+    (log_normalised, {}, errors.DataError, r"(?i)log"),
+    (good, {"min_genes": 59}, errors.ScgpuError, r"(?i)no cell"),
+    (good, {"n_comps": 50}, errors.ParameterError, r"n_comps=50.*40"),
+    (good, {"n_comps": 500}, errors.ParameterError, r"n_comps=500.*120"),
+    (good, {"batch_key": "donor"}, errors.ParameterError, r"'donor'.*batch"),
+    (good, {"layer": "raw_counts"}, errors.ScgpuError, r"raw_counts"),
+    (good, {"min_genes": 9, "max_genes": 3}, errors.ParameterError, r"min_genes=9"),
+    (good, {"refresh": "umap"}, errors.ParameterError, r"convert, check, load, qc, pca"),
+    (good, {"scheduler": "tcp://127.0.0.1:1"}, errors.ClusterError, r"127\.0\.0\.1:1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters", "kind", "match"),
+    BAD,
+    ids=[f"{m.__name__}-{'-'.join(p)}".rstrip("-") for m, p, _, _ in BAD],
+)
+def test_bad_input_is_refused_with_a_clear_message_and_a_record(
+    runs, write, tmp_path, make, parameters, kind, match
+):
+    store = make(write, tmp_path)
+    error, record = runs.failure(store, **{**SMALL, **parameters})
+    assert isinstance(error, kind)
+    message = " ".join(str(error).split())
+    assert re.search(match, message), message
+    assert record["state"] == "failed"
+    assert " ".join(record["error"]["message"].split()).startswith(message[:60])
+    assert record["parameters"]["store"] == str(store)
+    states = [entry["state"] for entry in record["stages"].values()]
+    assert "running" not in states
+    assert (states.count("failed") == 1) == (record["error"]["stage"] != "start")
+
+
+def test_a_truncated_chunk_is_named_with_array_shard_and_chunk(runs, small_store, tmp_path):
+    store = shutil.copytree(small_store, tmp_path / "cut.zarr")
+    shard = sorted(p for p in (store / "X" / "data" / "c").rglob("*") if p.is_file())[-1]
+    os.truncate(shard, shard.stat().st_size // 2)
+    error, record = runs.failure(store)
+    assert isinstance(error, errors.CorruptChunkError)
+    assert error.array == "X/data"
+    assert shard.name in error.shard
+    assert "X/data" in record["error"]["message"]
+    assert record["stages"][record["error"]["stage"]]["state"] == "failed"
+
+
+def test_an_unwritable_out_is_refused_before_anything_else(runs, small_store, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    runs.out = tmp_path / "file" / "runs"
+    with pytest.raises(errors.OutputError, match="--out"):
+        runs.run(small_store)
+
+
+def test_a_failed_run_is_followed_by_a_good_one_in_the_same_folder(runs, write):
+    store = write(counts())
+    runs.failure(store, **{**SMALL, "n_comps": 50})
+    record = runs.run(store, **SMALL)
+    assert record["state"] == "completed"
+    assert record["stages"]["check"]["state"] == "cached"
+    assert len(runs.records()) == 2
+
+
+def test_the_command_line_fails_with_one_paragraph_and_code_1(shell_with_server, tmp_path):
+    done = shell_with_server.run("--store", str(tmp_path / "nowhere.zarr"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: there is no store at")
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2
+    record = shell_with_server.record()
+    assert record["state"] == "failed"
+    assert record["error"]["type"] == "StoreError"
+    assert json.dumps(record["parameters"])
+
+
+def test_options_that_do_not_parse_end_with_code_2_and_usage(shell):
+    done = shell.run("--store", "x.zarr", "--n-comps", "many")
+    assert done.returncode == 2
+    assert "--n-comps: invalid int value: 'many'" in done.stderr

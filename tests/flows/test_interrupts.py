@@ -1,0 +1,96 @@
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from scgpu_tasks.datasets import write_synthetic
+
+# Many small blocks, so that QC takes a while and can be caught in the middle.
+SLOW = ("--chunks=20", "--workers=1")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stores") / "long.zarr"
+    return write_synthetic(path, 40_000, 800, nnz_per_cell=150, n_types=3, seed=7)
+
+
+def wait_for_qc(shell, run):
+    """Wait until the QC stage has begun to write."""
+    deadline = time.monotonic() + 240
+    while not list(shell.out.glob(".work/qc/.draft-*")):
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def interrupt(shell, store, send):
+    run = shell.start("--store", str(store), *SLOW)
+    try:
+        wait_for_qc(shell, run)
+        assert len(shell.processes()) >= 3  # the flow, the server, a worker
+        send(run)
+        output = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    return run.returncode, output
+
+
+def send_ctrl_c(run):
+    os.killpg(run.pid, signal.SIGINT)
+
+
+def send_sigterm(run):
+    run.terminate()
+
+
+@pytest.mark.parametrize(
+    ("send", "code", "word"),
+    [(send_ctrl_c, 130, "interrupted"), (send_sigterm, 143, "terminated")],
+    ids=["ctrl-c", "sigterm"],
+)
+def test_a_run_that_is_stopped_leaves_no_process_and_the_next_goes_on(
+    shell, store, send, code, word
+):
+    returncode, (out, err) = interrupt(shell, store, send)
+    assert returncode == code, err
+    assert err.strip().splitlines()[-1].startswith(word)
+    assert "Traceback" not in err
+    assert out == ""
+    assert shell.left_over() == []
+    record = shell.record()
+    assert record["state"] == "cancelled"
+    assert record["stages"]["load"]["state"] == "computed"
+    assert record["stages"]["qc"]["state"] == "failed"
+    if send is send_ctrl_c:
+        done = shell.run("--store", str(store), "--workers=1")
+        assert done.returncode == 0, done.stderr
+        assert shell.states() == {
+            "convert": "skipped",
+            "check": "cached",
+            "load": "cached",
+            "qc": "computed",
+            "pca": "computed",
+        }
+        assert shell.left_over() == []
+
+
+def test_a_killed_flow_leaves_no_process_and_the_next_run_clears_up_after_it(
+    shell, store, runs
+):
+    returncode, _ = interrupt(shell, store, psutil.Popen.kill)
+    assert returncode == -signal.SIGKILL
+    assert shell.left_over() == []
+    assert shell.record()["state"] == "running"
+    (draft,) = shell.out.glob(".work/qc/.draft-*")
+    runs.out = shell.out
+    assert runs.states(store) == {
+        "convert": "skipped",
+        "check": "cached",
+        "load": "cached",
+        "qc": "computed",
+        "pca": "computed",
+    }
+    assert not draft.exists()
