@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from scgpu_tasks.datasets import write_synthetic
+
+# Numba compiles a kernel on its first call: no example has a deadline.
+settings.register_profile("scgpu", deadline=None, derandomize=True)
+settings.load_profile("scgpu")
 
 
 @pytest.fixture(scope="session")
