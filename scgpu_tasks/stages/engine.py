@@ -23,7 +23,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from scgpu_tasks.kernels.rows import Rows
-from scgpu_tasks.stages import parcels
+from scgpu_tasks.stages import parcels, resident
 from scgpu_tasks.stages.sources import BlockSource, DaskBlocks, MemoryBlocks, block_rows
 
 Progress = Callable[[int, int], None]
@@ -96,29 +96,47 @@ def spans_of(source: BlockSource) -> list[Span]:
     ]
 
 
-def run_span(source: BlockSource, span: Span, task: SpanTask, *blocks: Any) -> Visit:
+def run_span(
+    source: BlockSource, span: Span, task: SpanTask, *blocks: Any, keep: bool = False
+) -> Visit:
     """Visit the blocks of a span; on a worker, or in a thread.
 
     Parameters
     ----------
     blocks
-        The span's blocks, where they are computed already; else `source` reads them.
+        The span's blocks, where they are computed already; else `source` reads them, unless
+        they are kept on this process's GPU.
+    keep
+        Whether to keep blocks on the GPU, as far as there is room.
     """
     stored = 0
     with _stream(source):
         if task.recall():
             return Visit(task.result(), 0, 0)
+        matrix = resident.identity(source) if on_gpu(source) else None
+        n_read = 0
         for i in range(span.n_blocks):
             start, stop = span.bounds[i], span.bounds[i + 1]
+            place = resident.Place(matrix, start, stop) if matrix else None
             with _naming_rows(start, stop):
-                block = blocks[i] if blocks else source.read(start, stop)
-                stored += int(getattr(block, "stored_bytes", 0))
-                at = start
-                for rows in block_rows(block, source.shape[1]):
-                    task.visit(rows, at)
-                    at += rows.n_rows
-                del block
-        return Visit(task.result(), span.n_blocks, stored)
+                pieces = resident.find(place) if place else None
+                if pieces is None:
+                    block = blocks[i] if blocks else source.read(start, stop)
+                    n_read += 1
+                    stored += int(getattr(block, "stored_bytes", 0))
+                    pieces = block_rows(block, source.shape[1])
+                    del block
+                    if keep and place:
+                        resident.keep(place, pieces)
+                _visit(task, pieces, start)
+                del pieces
+        return Visit(task.result(), n_read, stored)
+
+
+def _visit(task: SpanTask, pieces: Sequence[Rows], start: int) -> None:
+    for rows in pieces:
+        task.visit(rows, start)
+        start += rows.n_rows
 
 
 def on_gpu(source: BlockSource) -> bool:
@@ -158,6 +176,9 @@ class Engine:
         Called with the number of blocks visited and the number to visit.
     passes
         How many times the matrix will be visited, for `progress`.
+    keep_blocks
+        Whether blocks stay on the GPUs that read them, for a later engine on the same matrix.
+        None: if all are likely to fit.
     """
 
     def __init__(
@@ -167,11 +188,14 @@ class Engine:
         workers: int | None = None,
         progress: Progress | None = None,
         passes: int = 1,
+        keep_blocks: bool | None = False,
     ) -> None:
         self.source = source
         self.spans = spans_of(source)
         self.workers = workers
+        self.keep_blocks = keep_blocks
         self.stored_bytes = 0
+        self._homes: dict[int, str | None] = {}
         self.n_blocks = sum(span.n_blocks for span in self.spans)
         self._progress = progress
         self._total = self.n_blocks * passes
@@ -191,6 +215,15 @@ class Engine:
             # A product's bytes depend on how many threads BLAS cuts it for.
             self._stack.enter_context(threadpool_limits(1))
             self._stack.callback(self._pool.close)
+        matrix = resident.identity(self.source) if on_gpu(self.source) else None
+        if matrix is None:
+            self.keep_blocks = False
+            return self
+        for where, found in self._pool.everywhere(resident.starts, matrix).items():
+            self._homes.update(dict.fromkeys(found, where))
+        if self.keep_blocks is None:
+            room = self._pool.everywhere(resident.gpu_bytes).values()
+            self.keep_blocks = resident.fits(self.source, sum(room))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -220,7 +253,10 @@ class Engine:
         try:
             while True:
                 while len(waiting) < room and (span := next(queue, None)) is not None:
-                    future = self._pool.submit(self.source, span, task_of(span))
+                    task = task_of(span)
+                    task.prefer = task.prefer or self._homes.get(span.start)
+                    keep = bool(self.keep_blocks)
+                    future = self._pool.submit(self.source, span, task, keep)
                     waiting.append((span, future))
                 if not waiting:
                     return
@@ -247,18 +283,30 @@ class Engine:
         """Whether a task may leave rows in its process for a later task of the same span."""
         return self._pool.can_reread or not isinstance(self.source, DaskBlocks)
 
-    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Make an array for rows that tasks find, and the `RowTarget` through which they may.
+    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Future[Any]:
+        """Make an array for rows that tasks find, and the `RowTarget` that takes them to it.
 
         Returns
         -------
-        array, target
+        Both, soon: it takes a while to find the memory of a large array.
         """
-        return self._pool.rows_result(shape, dtype)
+        helper = ThreadPoolExecutor(1, thread_name_prefix="scgpu-rows")
+        self._stack.callback(helper.shutdown)
+        return helper.submit(self._pool.rows_result, shape, dtype)
 
     def on_exit(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in every process that runs tasks, when the engine stops."""
         self._stack.callback(self._pool.everywhere, function, *arguments)
+
+    def drop_blocks_on_exit(self) -> None:
+        """Free what is kept of the matrix on GPUs, when the engine stops."""
+        matrix = resident.identity(self.source) if on_gpu(self.source) else None
+        if matrix is not None:
+            self.on_exit(resident.drop, matrix)
+
+    def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function where tasks run, in one process, and wait for what it returns."""
+        return self._pool.once(function, *arguments)
 
     def _count(self, span: Span, visit: Visit) -> None:
         self.stored_bytes += visit.stored_bytes
@@ -275,8 +323,10 @@ class _Threads:
         self.size = size
         self._pool = ThreadPoolExecutor(size, thread_name_prefix="scgpu-blocks")
 
-    def submit(self, source: BlockSource, span: Span, task: SpanTask) -> Future[Visit]:
-        return self._pool.submit(run_span, source, span, task)
+    def submit(
+        self, source: BlockSource, span: Span, task: SpanTask, keep: bool
+    ) -> Future[Visit]:
+        return self._pool.submit(run_span, source, span, task, keep=keep)
 
     def result(self, future: Future[Visit]) -> Visit:
         return future.result()
@@ -288,8 +338,13 @@ class _Threads:
         array = np.empty(shape, dtype)
         return array, parcels.LocalArray(array)
 
-    def everywhere(self, function: Callable[..., object], *arguments: Any) -> None:
-        function(*arguments)
+    def everywhere(
+        self, function: Callable[..., Any], *arguments: Any
+    ) -> dict[str | None, Any]:
+        return {None: function(*arguments)}
+
+    def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self._pool.submit(function, *arguments).result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -318,7 +373,7 @@ class _Cluster:
             return np.empty(shape, dtype), None
         return shared.map(), shared
 
-    def submit(self, source: BlockSource, span: Span, task: SpanTask) -> Any:
+    def submit(self, source: BlockSource, span: Span, task: SpanTask, keep: bool) -> Any:
         blocks: list[Any] = []
         light: Any = source
         if isinstance(source, DaskBlocks):
@@ -330,6 +385,7 @@ class _Cluster:
         return self._client.submit(
             run_span_alone,
             self._mailbox.address,
+            keep,
             light,
             span,
             task,
@@ -339,8 +395,19 @@ class _Cluster:
             allow_other_workers=task.prefer is not None,
         )
 
-    def everywhere(self, function: Callable[..., object], *arguments: Any) -> None:
-        self._client.run(function, *arguments)
+    def everywhere(
+        self, function: Callable[..., Any], *arguments: Any
+    ) -> dict[str | None, Any]:
+        found: dict[str | None, Any] = self._client.run(function, *arguments)
+        return found
+
+    def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        # Always the same worker: what the first call loads, the second finds.
+        worker = min(self._client.nthreads())
+        future = self._client.submit(
+            function, *arguments, pure=False, workers=[worker], allow_other_workers=True
+        )
+        return future.result()
 
     def forget(self, future: Any) -> None:
         if not future.done():
@@ -354,13 +421,13 @@ class _Shape:
 
 
 def run_span_alone(
-    mailbox: str | None, source: Any, span: Span, task: SpanTask, *blocks: Any
+    mailbox: str | None, keep: bool, source: Any, span: Span, task: SpanTask, *blocks: Any
 ) -> Visit:
     """`run_span` in a worker process, with BLAS on one thread."""
     from distributed import get_worker
 
     with threadpool_limits(1):
-        visit = run_span(source, span, task, *blocks)
+        visit = run_span(source, span, task, *blocks, keep=keep)
     visit.value = parcels.pack(visit.value, mailbox)
     visit.where = get_worker().address
     return visit

@@ -9,6 +9,7 @@ visited once more.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from scgpu_tasks.kernels import gram as gram_kernel
 from scgpu_tasks.kernels.transform import Transform
 from scgpu_tasks.specs import PCASpec
 from scgpu_tasks.stages import held
-from scgpu_tasks.stages.engine import Engine, Progress, Span
+from scgpu_tasks.stages.engine import Engine, Progress, Span, on_gpu
 from scgpu_tasks.stages.parcels import RowTarget
 from scgpu_tasks.stages.pca_visits import Chosen, GramPart, ProjectRows, SumGram
 from scgpu_tasks.stages.qc_visits import cell_factors
@@ -161,14 +162,17 @@ def masked_pca(
     run = _Run(source, keep, factors, position, n_genes, transform, folder)
     with Engine(source, workers=workers, progress=progress, passes=2) as engine:
         engine.on_exit(held.drop, run.name, run.scratch)
-        scores, target = engine.rows_result((n_kept, pca.n_comps), np.float32)
+        engine.drop_blocks_on_exit()
+        room = engine.rows_result((n_kept, pca.n_comps), np.float32)
+        solve = _solver(engine, n_genes)
         sums = _GramSums(n_genes, n_dense)
         engine.fold(partial(run.gram_task, n_dense, engine.can_hold), sums.add)
         gram, mean = sums.finish(n_kept, np.argsort(order, kind="stable"))
-        PCs, variance, ratio = components(gram, mean, n_kept, pca)
+        PCs, variance, ratio = components(gram, mean, n_kept, pca, solve)
         del gram
         offset = mean @ PCs if pca.zero_center else np.zeros(pca.n_comps)
         first = np.concatenate([[0], np.cumsum(keep)])
+        scores, target = room.result()
 
         def take(span: Span, part: np.ndarray | None, _: str | None) -> None:
             if part is not None:
@@ -272,8 +276,39 @@ class _GramSums:
         return gram[np.ix_(back, back)], self.sums[back] / n
 
 
+Solver = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+
+
+def _solver(engine: Engine, n_genes: int) -> Solver:
+    """Choose where eigenvectors are found; a GPU's library loads while X is read."""
+    if not on_gpu(engine.source):
+        return largest_eigenpairs
+    from scgpu_tasks.kernels._gpu import eigen
+
+    engine.once(eigen.warm_up, n_genes)
+    return partial(engine.once, eigen.largest_eigenpairs)
+
+
+def largest_eigenpairs(matrix: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Find the `n` largest eigenvalues of a symmetric matrix, rising, and their vectors.
+
+    Works in the matrix's memory.
+    """
+    k = len(matrix)
+    # The bytes of the result must not depend on the number of BLAS threads.
+    with threadpool_limits(1):
+        values, vectors = scipy.linalg.eigh(
+            matrix, subset_by_index=[k - n, k - 1], overwrite_a=True, check_finite=False
+        )
+    return values, vectors
+
+
 def components(
-    gram: np.ndarray, mean: np.ndarray, n: int, pca: PCASpec
+    gram: np.ndarray,
+    mean: np.ndarray,
+    n: int,
+    pca: PCASpec,
+    solve: Solver = largest_eigenpairs,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find loadings, variances and their share from a Gram matrix; works in its memory.
 
@@ -289,24 +324,21 @@ def components(
         With `zero_center`, eigenvectors of the covariance. Without, those of the Gram matrix
         itself, as in scikit-learn's TruncatedSVD: variances are then those of the scores around
         their own mean and divide by n, and components are sorted by the size of their scores.
+    solve
+        Finds the largest eigenvalues, rising, and their vectors.
 
     Returns
     -------
     PCs : shape (genes, n_comps)
     variance, ratio : shape (n_comps,)
     """
-    k = len(gram)
     if pca.zero_center:
         gram -= n * np.outer(mean, mean)
         gram /= n - 1
         total = float(np.trace(gram))
     else:
         total = float(np.trace(gram)) / n - float(mean @ mean)
-    # The bytes of the result must not depend on the number of BLAS threads.
-    with threadpool_limits(1):
-        values, vectors = scipy.linalg.eigh(
-            gram, subset_by_index=[k - pca.n_comps, k - 1], overwrite_a=True, check_finite=False
-        )
+    values, vectors = solve(gram, pca.n_comps)
     values, vectors = np.maximum(values[::-1], 0.0), vectors[:, ::-1]
     largest = np.abs(vectors).argmax(axis=0)
     signs = np.where(vectors[largest, np.arange(vectors.shape[1])] < 0, -1.0, 1.0)

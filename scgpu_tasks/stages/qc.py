@@ -76,6 +76,7 @@ def run_qc(
     among: Among | None = None,
     progress: Progress | None = None,
     workers: int | None = None,
+    keep_blocks: bool | None = False,
 ) -> QCResult:
     """Measure cells and genes, filter them, and choose the highly variable genes.
 
@@ -98,6 +99,9 @@ def run_qc(
         Called with blocks done and blocks to do.
     workers
         Number of threads where no Dask client is in use. Default: one for each CPU.
+    keep_blocks
+        Whether counts stay on the GPUs for `run_pca`, which then reads nothing and frees them;
+        None: if they are likely to fit. Nothing is kept on a CPU.
 
     Raises
     ------
@@ -109,7 +113,13 @@ def run_qc(
         The parts do not belong together.
     """
     run = _Run(as_source(source), obs, var, qc, hvg, gene_lists or {}, among or Among())
-    with Engine(run.source, workers=workers, progress=progress, passes=run.passes) as engine:
+    with Engine(
+        run.source,
+        workers=workers,
+        progress=progress,
+        passes=run.passes,
+        keep_blocks=keep_blocks,
+    ) as engine:
         run.measure(engine)
         run.choose_cells()
         if not run.fused:

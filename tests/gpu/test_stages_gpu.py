@@ -16,7 +16,7 @@ import zarr
 from scgpu_tasks.errors import DataError, MissingPackageError
 from scgpu_tasks.io.rows import open_rows
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
-from scgpu_tasks.stages import held
+from scgpu_tasks.stages import held, resident
 from scgpu_tasks.stages.pca import PCAResult, run_pca
 from scgpu_tasks.stages.qc import QCResult, run_qc
 from tests.gpu.kernel_cases import HostDecoded
@@ -37,6 +37,26 @@ def _device() -> None:
         pytest.skip(f"no GPU: {error}")
     if not count:
         pytest.skip("no GPU")
+
+
+class Kept(HostDecoded):
+    """Host-decoded blocks that may be kept: their content has a name."""
+
+    @property
+    def store(self) -> str:
+        return str(self.rows.store)
+
+    @property
+    def element(self) -> str:
+        return str(self.rows.element)
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.rows.fingerprint)
+
+    @property
+    def nnz(self) -> int:
+        return int(self.rows.nnz)
 
 
 def tables(store: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -210,3 +230,29 @@ def test_a_cluster_gives_the_bytes_of_threads(small_store: Path, one_gpu: Any) -
     assert qc.genes.equals(alone[0].genes)
     assert qc.cells.equals(alone[0].cells)
     assert pca.X_pca.tobytes() == alone[1].X_pca.tobytes()
+
+
+def test_blocks_kept_by_qc_spare_pca_its_read(
+    small_store: Path, expected: tuple[QCResult, PCAResult]
+) -> None:
+    source = Kept(open_rows(small_store, chunks=200))
+    qc = run_qc(source, *tables(small_store), QC, HVG, keep_blocks=True)
+    assert resident.kept_bytes() > 0
+    pca = run_pca(source, qc.cells, qc.genes, qc.summary["target_sum"], PCA)
+    assert pca.summary["passes"] == 0
+    assert resident.kept_bytes() == 0
+    assert_equal((qc, pca), expected)
+
+
+def test_blocks_that_do_not_fit_are_read_again(
+    small_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Kept(open_rows(small_store, chunks=200))
+    _, alone = both(source, small_store)
+    monkeypatch.setattr(resident._store, "budget", 300_000)
+    qc = run_qc(source, *tables(small_store), QC, HVG, keep_blocks=True)
+    assert 0 < resident.kept_bytes() <= 300_000
+    pca = run_pca(source, qc.cells, qc.genes, qc.summary["target_sum"], PCA)
+    assert 0 < pca.summary["passes"] < 1
+    # The Gram matrix of packed counts is that of the counts as stored.
+    assert pca.X_pca.tobytes() == alone.X_pca.tobytes()
