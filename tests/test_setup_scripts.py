@@ -127,6 +127,11 @@ def test_what_tests_need_is_added_to_the_environment_of_the_demo(checkout: Path)
     assert make_venv(checkout) == []
 
 
+def test_the_environment_of_the_tests_runs_the_demo_as_it_is(checkout: Path) -> None:
+    make_venv(checkout, "test")
+    assert make_venv(checkout) == []
+
+
 def test_changed_requirements_are_installed_into_the_same_environment(checkout: Path) -> None:
     make_venv(checkout)
     with (checkout / "pyproject.toml").open("a") as file:
