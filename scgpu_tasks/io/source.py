@@ -191,7 +191,9 @@ def fsspec_store(url: str, *, read_only: bool) -> FsspecStore:
 
     fs, path = filesystem(url)
     if not fs.async_impl:
-        return FsspecStore(AsyncFileSystemWrapper(fs), path=path, read_only=read_only)
+        return FsspecStore(
+            AsyncFileSystemWrapper(fs, asynchronous=True), path=path, read_only=read_only
+        )
     try:
         return FsspecStore.from_url(url, read_only=read_only)
     except ImportError as error:

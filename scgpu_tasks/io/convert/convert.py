@@ -82,6 +82,10 @@ def convert_zarr(
 ) -> ConvertResult:
     """Convert any AnnData into a zarr v3 store with zstd chunks in shards.
 
+    Column numbers are stored in the smallest type that holds them. anndata hands that type on, and
+    some of scanpy's functions on matrices in memory want int32: ``scipy.sparse.csr_matrix((X.data,
+    X.indices, X.indptr), X.shape)`` makes one that they take.
+
     Interrupted at any point, the same call goes on with what is missing; the finished store has
     the same bytes as one that was written without interruption.
 
@@ -178,7 +182,7 @@ class _Conversion:
         key = {
             "source": self.source.path,
             "the source's content": self.stamp,
-            "options": self.spec.to_json(),
+            "options": self.spec.to_json() | {"verify": self.verify},
             "encoder": encoder_version(),
             "scgpu_tasks": scgpu_tasks.__version__,
             "zarr": zarr.__version__,
@@ -213,9 +217,9 @@ class _Conversion:
         """Files of an earlier run that are there, with the bytes that were noted."""
         found = {}
         for line in self.work.journal():
-            path = self.work.store / str(line.get("key"))
-            if line.get("verified") is not True and self.verify:
+            if "key" not in line:
                 continue
+            path = self.work.store / line["key"]
             if path.is_file() and file_crc32c(path) == (line["size"], line["crc32c"]):
                 found[line["key"]] = line
         return found
@@ -223,7 +227,7 @@ class _Conversion:
     def _write_small(self) -> None:
         """Write groups, array metadata, strings and single elements; shards stay."""
         work, plan = self.work, self.values.plan
-        if any(line.get("small") == self.verify for line in work.journal()):
+        if any("small" in line for line in work.journal()):
             return
         root = zarr.open_group(str(work.store), mode="a", zarr_format=3)
         elements.create_groups(root, plan)
@@ -237,7 +241,7 @@ class _Conversion:
             elements.copy_element(self.source, at, root, path)
         if plan.legacy:
             elements.copy_legacy(self.source, root, work.scratch_name())
-        work.note({"small": self.verify})
+        work.note({"small": True})
 
     def _write_arrays(
         self,

@@ -17,7 +17,7 @@ from zarr.core.dtype import VariableLengthUTF8
 
 from scgpu_tasks.errors import CorruptChunkError, FormatError
 from scgpu_tasks.io.convert.plan import ArrayItem, Plan
-from scgpu_tasks.io.source import Source
+from scgpu_tasks.io.source import Source, plain_attrs
 
 _STRINGS_PER_CHUNK = 100_000
 
@@ -36,14 +36,16 @@ def quiet() -> Iterator[None]:
 def create_groups(root: zarr.Group, plan: Plan) -> None:
     """Make all groups, parents first, with their attributes."""
     for path, attrs in plan.groups:
-        group = root.require_group(path) if path else root
-        group.attrs.put(attrs)
+        if path:
+            root.create_group(path, attributes=attrs, overwrite=True)
+        else:
+            root.attrs.put(attrs)
 
 
 def create_array(root: zarr.Group, item: ArrayItem, level: int) -> None:
     """Write the metadata of an array whose files are written later."""
     layout = item.layout
-    array = root.create_array(
+    root.create_array(
         item.path,
         shape=layout.shape,
         dtype=np.dtype(layout.dtype),
@@ -51,9 +53,9 @@ def create_array(root: zarr.Group, item: ArrayItem, level: int) -> None:
         shards=layout.shard,
         compressors=ZstdCodec(level=level),
         fill_value=False if np.dtype(layout.dtype).kind == "b" else 0,
+        attributes=item.attrs,
         overwrite=True,
     )
-    array.attrs.put(item.attrs)
 
 
 def copy_strings(
@@ -71,11 +73,11 @@ def copy_strings(
             dtype=dtype,
             chunks=(rows, *rest),
             compressors=ZstdCodec(level=level),
+            attributes=attrs,
             overwrite=True,
         )
         for start in range(0, node.shape[0], rows):
             array[start : start + rows] = read_strings(node, start, start + rows)
-        array.attrs.put(attrs)
 
 
 def read_strings(node: h5py.Dataset | zarr.Array, start: int, stop: int) -> np.ndarray:
@@ -118,13 +120,32 @@ def copy_element(source: Source, at: str, root: zarr.Group, path: str) -> None:
         anndata cannot read it from the source, or cannot write it to zarr.
     """
     parent, _, name = path.rpartition("/")
+    node = source.node(at)
     try:
         with quiet():
-            value = ad.io.read_elem(source.node(at))
+            if isinstance(node, zarr.Array) and node.shape and node.dtype.kind in "VSUMm":
+                _copy_fixed_width(node, root, path)
+                return
+            value = ad.io.read_elem(node)
             ad.io.write_elem(root[parent] if parent else root, name, value)
     except (ad._io.specs.registry.IORegistryError, ValueError, TypeError, KeyError) as error:
         msg = f"{source.path}: {at} cannot be stored as zarr v3: {error}"
         raise FormatError(msg) from error
+
+
+def _copy_fixed_width(node: zarr.Array[Any], root: zarr.Group, path: str) -> None:
+    """Copy an array of records, times or fixed-width strings as it is stored."""
+    shape = node.shape
+    array = root.create_array(
+        path,
+        shape=shape,
+        dtype=node.dtype,
+        chunks=tuple(max(1, n) for n in shape),
+        attributes=plain_attrs(node),
+        overwrite=True,
+    )
+    if 0 not in shape:
+        array[...] = np.asarray(node[...])
 
 
 def copy_legacy(source: Source, root: zarr.Group, scratch: Path) -> None:

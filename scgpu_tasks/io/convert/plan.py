@@ -163,6 +163,7 @@ def _walk(plan: Plan, source: Source, spec: ConvertSpec, path: str, at: str, nod
         if kind == "dataframe":
             _check_columns(source, path, node, attrs)
         for name in node:
+            _check_name(source, path, name)
             _walk(plan, source, spec, f"{path}/{name}", f"{at}/{name}", node[name])
     elif not is_group and kind == "string-array" and len(node.shape) >= 1:
         plan.strings.append((path, at, attrs))
@@ -170,6 +171,16 @@ def _walk(plan: Plan, source: Source, spec: ConvertSpec, path: str, at: str, nod
         plan_dense(plan, spec, path, at, node)
     else:
         plan.elements.append((path, at))
+
+
+def _check_name(source: Source, path: str, name: str) -> None:
+    # zarr takes a backslash for a slash.
+    if "\\" in name or name in (".", "..", "zarr.json"):
+        msg = (
+            f"{source.path}: {path} has a member named {name!r}, which zarr cannot hold; "
+            "rename it in the source"
+        )
+        raise FormatError(msg)
 
 
 def _check_columns(source: Source, path: str, node: Any, attrs: dict[str, Any]) -> None:

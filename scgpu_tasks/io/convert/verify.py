@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import zarr
+from zarr.storage import LocalStore
 
 from scgpu_tasks.errors import CorruptChunkError
 from scgpu_tasks.io.arrays import attach_pipeline, host_pipeline
@@ -26,7 +27,10 @@ def verify_file(values: Values, store: Path, job: Job) -> None:
     """
     item = values.plan.array(job.path)
     layout = item.layout
-    array: zarr.Array[Any] = zarr.open_array(str(store / job.path), mode="r", zarr_format=3)
+    # A path in a string would be parsed, and may hold a "#".
+    array: zarr.Array[Any] = zarr.open_array(
+        LocalStore(store, read_only=True), path=job.path, mode="r", zarr_format=3
+    )
     attach_pipeline(array, host_pipeline(array))
     rows = values.rows(job.path)
     box = layout.box(job.coords)

@@ -166,7 +166,7 @@ class WorkFolder:
             old = self.root / "replaced"
             self.dst.rename(old)
             self.store.rename(self.dst)
-        sync_disk(self.dst.parent)
+        sync_folder(self.dst.parent)
         shutil.rmtree(self.root)
 
 
@@ -199,6 +199,15 @@ def sync_disk(path: Path) -> None:
         if syncfs(handle) != 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), str(path))
+    finally:
+        os.close(handle)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder written to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
     finally:
         os.close(handle)
 
