@@ -1,4 +1,4 @@
-"""Import, in the background, what a run needs later anyway.
+"""Begin early and end quietly: what a flow's process and its workers do around the work.
 
 Dask loads this module in the workers of a flow's cluster (``preload``), and the command line
 calls `import_modules` while it waits for a server.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -43,3 +44,13 @@ def import_modules(names: tuple[str, ...]) -> None:
 def dask_setup(_worker: distributed.Worker) -> None:
     """Begin to import a flow's modules in a worker."""
     threading.Thread(target=import_modules, args=(WORKER_MODULES,), daemon=True).start()
+
+
+def dask_teardown(_worker: distributed.Worker) -> None:
+    """Close a worker's standard error.
+
+    A run that is stopped closes its workers in the middle of a task, whose thread then trips
+    over half of the interpreter; what it prints helps nobody.
+    """
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), 2)

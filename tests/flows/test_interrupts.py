@@ -1,8 +1,8 @@
 import os
 import signal
+import subprocess
 import time
 
-import psutil
 import pytest
 
 from scgpu_tasks.datasets import write_synthetic
@@ -80,7 +80,7 @@ def test_a_run_that_is_stopped_leaves_no_process_and_the_next_goes_on(
 def test_a_killed_flow_leaves_no_process_and_the_next_run_clears_up_after_it(
     shell, store, runs
 ):
-    returncode, _ = interrupt(shell, store, psutil.Popen.kill)
+    returncode, _ = interrupt(shell, store, subprocess.Popen.kill)
     assert returncode == -signal.SIGKILL
     assert shell.left_over() == []
     assert shell.record()["state"] == "running"
