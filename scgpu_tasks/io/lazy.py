@@ -139,11 +139,11 @@ def _table(root: zarr.Group, name: str, path: str) -> pd.DataFrame:
             # Old stores are welcome.
             warnings.filterwarnings("ignore", message=".* was written without encoding")
             table = ad.io.read_elem(root[name])
+        if isinstance(table, np.ndarray) and table.dtype.names:
+            return _from_records(table, root)
     except DECODE_ERRORS as error:
         msg = f"{name} of {path} cannot be read ({error}); {REWRITE}"
         raise FormatError(msg) from error
-    if isinstance(table, np.ndarray) and table.dtype.names:
-        return _from_records(table, root)
     if not isinstance(table, pd.DataFrame):
         msg = f"{name} of {path} is a {type(table).__name__}, not a table"
         raise FormatError(msg)
