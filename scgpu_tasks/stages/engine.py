@@ -13,153 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from threadpoolctl import threadpool_limits
 
-from scgpu_tasks.kernels.rows import Rows
-from scgpu_tasks.stages import parcels, resident
-from scgpu_tasks.stages.sources import BlockSource, DaskBlocks, MemoryBlocks, block_rows
+from scgpu_tasks.stages import resident
+from scgpu_tasks.stages.pools import Cluster, Pool, Threads, current_client
+from scgpu_tasks.stages.sources import BlockSource, DaskBlocks, MemoryBlocks
+from scgpu_tasks.stages.spans import Span, SpanTask, Visit, on_gpu, run_span, spans_of
+
+__all__ = ["Engine", "Progress", "Span", "SpanTask", "Visit", "on_gpu", "run_span", "spans_of"]
 
 Progress = Callable[[int, int], None]
-# At most about twice as many spans, however long the matrix.
-_SPANS = 64
 # Spans that may be under way or wait their turn, beyond one for each thread.
 _AHEAD = 2
 # Threads that feed one GPU: enough that reading, decoding and computing overlap.
 _GPU_THREADS = 4
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive blocks that one task visits."""
-
-    number: int
-    bounds: tuple[int, ...]
-
-    @property
-    def start(self) -> int:
-        """First row."""
-        return self.bounds[0]
-
-    @property
-    def stop(self) -> int:
-        """Row after the last."""
-        return self.bounds[-1]
-
-    @property
-    def n_blocks(self) -> int:
-        """Number of blocks."""
-        return len(self.bounds) - 1
-
-
-class SpanTask(Protocol):
-    """Work on the blocks of one span; picklable, with no more data than the span needs."""
-
-    prefer: str | None
-    """Address of the worker that had better run it, if any."""
-
-    def recall(self) -> bool:
-        """Do the work on rows that an earlier task held; False if they must be read."""
-
-    def visit(self, rows: Rows, start: int) -> None:
-        """Take in rows that begin at row `start` of the matrix."""
-
-    def result(self) -> Any:
-        """Hand over what was made of the rows, once all were visited."""
-
-
-@dataclass
-class Visit:
-    """What a task hands back: its result, what it read, and which worker ran it."""
-
-    value: Any
-    blocks_read: int
-    stored_bytes: int
-    where: str | None = None
-
-
-def spans_of(source: BlockSource) -> list[Span]:
-    """Spans of a matrix; they depend on its blocks only."""
-    bounds = [int(bound) for bound in source.bounds]
-    n_blocks = len(bounds) - 1
-    length = max(1, n_blocks // _SPANS)
-    firsts = range(0, n_blocks, length)
-    return [
-        Span(number, tuple(bounds[first : min(first + length, n_blocks) + 1]))
-        for number, first in enumerate(firsts)
-    ]
-
-
-def run_span(
-    source: BlockSource, span: Span, task: SpanTask, *blocks: Any, keep: bool = False
-) -> Visit:
-    """Visit the blocks of a span; on a worker, or in a thread.
-
-    Parameters
-    ----------
-    blocks
-        The span's blocks, where they are computed already; else `source` reads them, unless
-        they are kept on this process's GPU.
-    keep
-        Whether to keep blocks on the GPU, as far as there is room.
-    """
-    stored = 0
-    with _stream(source):
-        if task.recall():
-            return Visit(task.result(), 0, 0)
-        matrix = resident.identity(source) if on_gpu(source) else None
-        n_read = 0
-        for i in range(span.n_blocks):
-            start, stop = span.bounds[i], span.bounds[i + 1]
-            place = resident.Place(matrix, start, stop) if matrix else None
-            with _naming_rows(start, stop):
-                pieces = resident.find(place) if place else None
-                if pieces is None:
-                    block = blocks[i] if blocks else source.read(start, stop)
-                    n_read += 1
-                    stored += int(getattr(block, "stored_bytes", 0))
-                    pieces = block_rows(block, source.shape[1])
-                    del block
-                    if keep and place:
-                        resident.keep(place, pieces)
-                _visit(task, pieces, start)
-                del pieces
-        return Visit(task.result(), n_read, stored)
-
-
-def _visit(task: SpanTask, pieces: Sequence[Rows], start: int) -> None:
-    for rows in pieces:
-        task.visit(rows, start)
-        start += rows.n_rows
-
-
-def on_gpu(source: BlockSource) -> bool:
-    """Tell whether a source reads its blocks to a GPU."""
-    return getattr(source, "device", "cpu") == "gpu"
-
-
-def _stream(source: BlockSource) -> contextlib.AbstractContextManager[Any]:
-    """Give the thread a stream of its own, where blocks are read to a GPU."""
-    if not on_gpu(source):
-        return contextlib.nullcontext()
-    from scgpu_tasks.kernels._gpu.streams import own_stream
-
-    return own_stream()
-
-
-@contextlib.contextmanager
-def _naming_rows(start: int, stop: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in rows {start}:{stop} of the matrix")
-        raise
 
 
 class Engine:
@@ -202,16 +73,16 @@ class Engine:
         self._done = 0
         self._read = 0
         self._stack = contextlib.ExitStack()
-        self._pool: _Threads | _Cluster
+        self._pool: Pool
 
     def __enter__(self) -> Engine:
-        client = None if isinstance(self.source, MemoryBlocks) else _current_client(self._stack)
+        client = None if isinstance(self.source, MemoryBlocks) else current_client(self._stack)
         if client is not None and self.workers is None:
-            self._pool = _Cluster(client)
+            self._pool = Cluster(client)
             self._stack.callback(self._pool.close)
         else:
             threads = _GPU_THREADS if on_gpu(self.source) else len(os.sched_getaffinity(0))
-            self._pool = _Threads(self.workers or threads)
+            self._pool = Threads(self.workers or threads)
             # A product's bytes depend on how many threads BLAS cuts it for.
             self._stack.enter_context(threadpool_limits(1))
             self._stack.callback(self._pool.close)
@@ -314,137 +185,3 @@ class Engine:
         self._done += span.n_blocks
         if self._progress is not None:
             self._progress(self._done, self._total)
-
-
-class _Threads:
-    can_reread = True
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._pool = ThreadPoolExecutor(size, thread_name_prefix="scgpu-blocks")
-
-    def submit(
-        self, source: BlockSource, span: Span, task: SpanTask, keep: bool
-    ) -> Future[Visit]:
-        return self._pool.submit(run_span, source, span, task, keep=keep)
-
-    def result(self, future: Future[Visit]) -> Visit:
-        return future.result()
-
-    def forget(self, future: Future[Visit]) -> None:
-        future.cancel()
-
-    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        array = np.empty(shape, dtype)
-        return array, parcels.LocalArray(array)
-
-    def everywhere(
-        self, function: Callable[..., Any], *arguments: Any
-    ) -> dict[str | None, Any]:
-        return {None: function(*arguments)}
-
-    def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return self._pool.submit(function, *arguments).result()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-class _Cluster:
-    # A worker cannot compute another block of a Dask array by itself.
-    can_reread = False
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self.size = max(1, sum(client.nthreads().values()))
-        self._mailbox = parcels.Mailbox()
-
-    def close(self) -> None:
-        self._mailbox.close()
-
-    def result(self, future: Any) -> Visit:
-        visit: Visit = future.result()
-        visit.value = self._mailbox.open(visit.value)
-        return visit
-
-    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        shared = self._mailbox.array(shape, dtype)
-        if shared is None:
-            return np.empty(shape, dtype), None
-        return shared.map(), shared
-
-    def submit(self, source: BlockSource, span: Span, task: SpanTask, keep: bool) -> Any:
-        blocks: list[Any] = []
-        light: Any = source
-        if isinstance(source, DaskBlocks):
-            bounds = span.bounds
-            blocks = self._client.compute(
-                [source.block(bounds[i], bounds[i + 1]) for i in range(span.n_blocks)]
-            )
-            light = _Shape(source.shape)
-        return self._client.submit(
-            run_span_alone,
-            self._mailbox.address,
-            keep,
-            light,
-            span,
-            task,
-            *blocks,
-            pure=False,
-            workers=[task.prefer] if task.prefer else None,
-            allow_other_workers=task.prefer is not None,
-        )
-
-    def everywhere(
-        self, function: Callable[..., Any], *arguments: Any
-    ) -> dict[str | None, Any]:
-        found: dict[str | None, Any] = self._client.run(function, *arguments)
-        return found
-
-    def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        # Always the same worker: what the first call loads, the second finds.
-        worker = min(self._client.nthreads())
-        future = self._client.submit(
-            function, *arguments, pure=False, workers=[worker], allow_other_workers=True
-        )
-        return future.result()
-
-    def forget(self, future: Any) -> None:
-        if not future.done():
-            future.cancel()
-        future.release()
-
-
-@dataclass(frozen=True)
-class _Shape:
-    shape: tuple[int, int]
-
-
-def run_span_alone(
-    mailbox: str | None, keep: bool, source: Any, span: Span, task: SpanTask, *blocks: Any
-) -> Visit:
-    """`run_span` in a worker process, with BLAS on one thread."""
-    from distributed import get_worker
-
-    with threadpool_limits(1):
-        visit = run_span(source, span, task, *blocks, keep=keep)
-    visit.value = parcels.pack(visit.value, mailbox)
-    visit.where = get_worker().address
-    return visit
-
-
-def _current_client(stack: contextlib.ExitStack) -> Any:
-    """Find the Dask client to use; inside a worker's task, one that gives its thread free."""
-    if "distributed" not in sys.modules:
-        # Nobody can have made a client.
-        return None
-    from distributed import Client, get_worker, worker_client
-
-    try:
-        get_worker()
-    except ValueError:
-        try:
-            return Client.current()
-        except ValueError:
-            return None
-    return stack.enter_context(worker_client())

@@ -9,6 +9,7 @@ any other.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import pickle
@@ -26,6 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in 
 # Smaller results are quicker on their way than a file is made.
 MIN_BYTES = 1 << 20
 _ALIGN = 64
+_PREFIX, _LOCK = "scgpu-", "lock"
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,11 @@ class Mailbox:
     def __init__(self) -> None:
         self.address: str | None = None
         if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-            self.address = tempfile.mkdtemp(prefix="scgpu-", dir=SHARED_MEMORY)
+            _sweep()
+            self.address = tempfile.mkdtemp(prefix=_PREFIX, dir=SHARED_MEMORY)
+            # Held until this process ends, however it ends.
+            self._lock = (Path(self.address) / _LOCK).open("xb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def open(self, value: Any) -> Any:
         """Unpack a result; one that came without a parcel is handed back as it is."""
@@ -118,6 +124,15 @@ class Mailbox:
         """Delete the folder."""
         if self.address is not None:
             shutil.rmtree(self.address, ignore_errors=True)
+            self._lock.close()
+
+
+def _sweep() -> None:
+    """Delete mailboxes whose process was killed."""
+    for lock in SHARED_MEMORY.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def pack(value: Any, address: str | None) -> Any:

@@ -7,7 +7,7 @@ they take one visit more; so does ``seurat_v3``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from scgpu_tasks.errors import DataError, FormatError, ParameterError
 from scgpu_tasks.kernels.transform import Transform
 from scgpu_tasks.specs import HVGSpec, QCSpec
 from scgpu_tasks.stages import filters, hvg, tables
+from scgpu_tasks.stages.batches import DeferredTable, batch_groups
 from scgpu_tasks.stages.engine import Engine, Progress, Span
 from scgpu_tasks.stages.gene_sets import GeneSets, find_gene_sets
 from scgpu_tasks.stages.qc_errors import not_counts, nothing_passes
@@ -67,7 +68,7 @@ class Among:
 
 def run_qc(
     source: Any,
-    obs: pd.DataFrame,
+    obs: pd.DataFrame | Callable[[], pd.DataFrame],
     var: pd.DataFrame,
     qc: QCSpec,
     hvg: HVGSpec | None,
@@ -86,7 +87,8 @@ def run_qc(
         Counts, cells by genes: `RowBlocks`, a Dask array, a SciPy sparse matrix or a NumPy
         array. Never changed.
     obs, var
-        Names and annotations of the cells and genes.
+        Names and annotations of the cells and genes. `obs` may be a function that reads it:
+        it is called in a thread, while X is read.
     qc
         Metrics and filters.
     hvg
@@ -135,7 +137,7 @@ class _Run:
     def __init__(
         self,
         source: BlockSource,
-        obs: pd.DataFrame,
+        obs: pd.DataFrame | Callable[[], pd.DataFrame],
         var: pd.DataFrame,
         qc: QCSpec,
         hvg_spec: HVGSpec | None,
@@ -143,7 +145,8 @@ class _Run:
         among: Among,
     ) -> None:
         self.among = among
-        self.source, self.obs, self.var = source, obs, var
+        self.source, self.var = source, var
+        self._obs = DeferredTable(obs, source.shape)
         self.choosing = hvg_spec is not None
         self.qc, self.hvg = qc, hvg_spec or HVGSpec()
         self._check()
@@ -156,7 +159,7 @@ class _Run:
             self.notes.append("mad: limits from medians replace the fixed cell thresholds")
         tops = {*qc.percent_top, *((filters.MAD_TOP,) if qc.mad else ())}
         self.tops = tuple(sorted(top for top in tops if top <= len(var)))
-        self.groups, self.categories = _groups(obs, self.hvg.batch_key)
+        self.groups, self.categories = self._groups()
         self.fused = not qc.mad and self.hvg.target_sum is not None
         self.passes = 1 + (not self.fused) + (self.hvg.flavor == "seurat_v3")
         self.moments = GenePart()
@@ -168,10 +171,9 @@ class _Run:
 
     def _check(self) -> None:
         n_cells, n_genes = self.source.shape
-        for name, table, n in (("obs", self.obs, n_cells), ("var", self.var, n_genes)):
-            if len(table) != n:
-                msg = f"{name} has {len(table)} rows, but X is {n_cells} x {n_genes}"
-                raise FormatError(msg)
+        if len(self.var) != n_genes:
+            msg = f"var has {len(self.var)} rows, but X is {n_cells} x {n_genes}"
+            raise FormatError(msg)
         if n_cells == 0 or n_genes == 0:
             msg = f"X is {n_cells} x {n_genes}: there is nothing to measure"
             raise DataError(msg)
@@ -179,6 +181,16 @@ class _Run:
         if too_many:
             msg = f"percent_top {too_many[0]} is more than the {n_genes} genes of this store"
             raise ParameterError(msg)
+
+    @property
+    def obs(self) -> pd.DataFrame:
+        """Annotations of the cells; waits for them."""
+        return self._obs.result()
+
+    def _groups(self) -> tuple[np.ndarray, list[Any]]:
+        if self.hvg.batch_key is None:
+            return np.zeros(self.source.shape[0], np.int32), ["all"]
+        return batch_groups(self.obs, self.hvg.batch_key)
 
     def measure(self, engine: Engine) -> None:
         """First visit: cell metrics, and gene moments if the filters are fixed."""
@@ -224,7 +236,7 @@ class _Run:
         else:
             self.failures = filters.fixed_failures(self.qc, self.metrics)
             self.thresholds = {name: getattr(self.qc, name) for name in self.failures}
-        self.keep = ~_any(self.failures, len(self.obs))
+        self.keep = ~_any(self.failures, self.source.shape[0])
         if self.among.cells is not None:
             self.keep &= self.among.cells
         if not self.keep.any():
@@ -348,13 +360,15 @@ class _Run:
     def result(self, engine: Engine) -> QCResult:
         """Tables and summary."""
         cells = tables.cells(self.metrics, self.keep, self.obs.index)
-        genes = tables.genes(self.gene_counts, self.gene_totals, len(self.obs), self.var.index)
+        genes = tables.genes(
+            self.gene_counts, self.gene_totals, self.source.shape[0], self.var.index
+        )
         genes["n_cells_kept"] = self.n_cells_kept
         genes["passed_qc"] = self.passed
         genes = tables.with_variable(genes, self.variable, self.passed)
         lost = {name: int(mask.sum()) for name, mask in self.failures.items()}
         summary = {
-            "n_cells": len(self.obs),
+            "n_cells": self.source.shape[0],
             "n_genes": len(self.var),
             "n_cells_kept": int(self.keep.sum()),
             "n_genes_kept": int(self.passed.sum()),
@@ -416,18 +430,3 @@ def _any(failures: Mapping[str, np.ndarray], n: int) -> np.ndarray:
     for mask in failures.values():
         failed |= mask
     return failed
-
-
-def _groups(obs: pd.DataFrame, batch_key: str | None) -> tuple[np.ndarray, list[Any]]:
-    """Batch number of each cell; one past the last where it has none."""
-    if batch_key is None:
-        return np.zeros(len(obs), np.int32), ["all"]
-    if batch_key not in obs.columns:
-        some = ", ".join(map(str, obs.columns[:20])) or "none"
-        msg = f"batch_key {batch_key!r} is not a column of obs; its columns are: {some}"
-        raise ParameterError(msg)
-    column = obs[batch_key].astype("category")
-    codes = column.cat.codes.to_numpy().astype(np.int32)
-    categories = list(column.cat.categories)
-    codes[codes < 0] = len(categories)
-    return codes, categories

@@ -1,0 +1,201 @@
+"""Where tasks run: on threads of this process, or on the workers of a Dask cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from scgpu_tasks.stages import parcels
+from scgpu_tasks.stages.sources import BlockSource, DaskBlocks
+from scgpu_tasks.stages.spans import Span, SpanTask, Visit, run_span
+
+
+class Pool(Protocol):
+    """What the engine asks of the place where tasks run."""
+
+    size: int
+    """Number of tasks that run at the same time."""
+    can_reread: bool
+    """Whether a task can compute a block of a Dask array again by itself."""
+
+    def submit(self, source: BlockSource, span: Span, task: SpanTask, keep: bool) -> Any:
+        """Start `run_span`; returns a future."""
+
+    def result(self, future: Any) -> Visit:
+        """Wait for a visit."""
+
+    def forget(self, future: Any) -> None:
+        """Let go of a future: cancel it, or free its result."""
+
+    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Make an array and the `RowTarget` through which tasks fill it, or None."""
+
+    def everywhere(
+        self, function: Callable[..., Any], *arguments: Any
+    ) -> dict[str | None, Any]:
+        """Call a function in every process that runs tasks; results by address."""
+
+    def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in one process that runs tasks."""
+
+    def close(self) -> None:
+        """Free what the pool holds."""
+
+
+class Threads:
+    """Threads of this process."""
+
+    can_reread = True
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pool = ThreadPoolExecutor(size, thread_name_prefix="scgpu-blocks")
+
+    def submit(
+        self, source: BlockSource, span: Span, task: SpanTask, keep: bool
+    ) -> Future[Visit]:
+        """See `Pool`."""
+        return self._pool.submit(run_span, source, span, task, keep=keep)
+
+    def result(self, future: Future[Visit]) -> Visit:
+        """See `Pool`."""
+        return future.result()
+
+    def forget(self, future: Future[Visit]) -> None:
+        """See `Pool`."""
+        future.cancel()
+
+    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """See `Pool`."""
+        array = np.empty(shape, dtype)
+        return array, parcels.LocalArray(array)
+
+    def everywhere(
+        self, function: Callable[..., Any], *arguments: Any
+    ) -> dict[str | None, Any]:
+        """See `Pool`."""
+        return {None: function(*arguments)}
+
+    def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """See `Pool`."""
+        return self._pool.submit(function, *arguments).result()
+
+    def close(self) -> None:
+        """See `Pool`."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Cluster:
+    """Workers of a Dask cluster."""
+
+    # A worker cannot compute another block of a Dask array by itself.
+    can_reread = False
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.size = max(1, sum(client.nthreads().values()))
+        self._mailbox = parcels.Mailbox()
+
+    def close(self) -> None:
+        """See `Pool`."""
+        self._mailbox.close()
+
+    def result(self, future: Any) -> Visit:
+        """See `Pool`."""
+        visit: Visit = future.result()
+        visit.value = self._mailbox.open(visit.value)
+        return visit
+
+    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """See `Pool`."""
+        shared = self._mailbox.array(shape, dtype)
+        if shared is None:
+            return np.empty(shape, dtype), None
+        return shared.map(), shared
+
+    def submit(self, source: BlockSource, span: Span, task: SpanTask, keep: bool) -> Any:
+        """See `Pool`."""
+        blocks: list[Any] = []
+        light: Any = source
+        if isinstance(source, DaskBlocks):
+            bounds = span.bounds
+            blocks = self._client.compute(
+                [source.block(bounds[i], bounds[i + 1]) for i in range(span.n_blocks)]
+            )
+            light = _Shape(source.shape)
+        return self._client.submit(
+            run_span_alone,
+            self._mailbox.address,
+            keep,
+            light,
+            span,
+            task,
+            *blocks,
+            pure=False,
+            workers=[task.prefer] if task.prefer else None,
+            allow_other_workers=task.prefer is not None,
+        )
+
+    def everywhere(
+        self, function: Callable[..., Any], *arguments: Any
+    ) -> dict[str | None, Any]:
+        """See `Pool`."""
+        found: dict[str | None, Any] = self._client.run(function, *arguments)
+        return found
+
+    def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """See `Pool`."""
+        # Always the same worker: what the first call loads, the second finds.
+        worker = min(self._client.nthreads())
+        future = self._client.submit(
+            function, *arguments, pure=False, workers=[worker], allow_other_workers=True
+        )
+        return future.result()
+
+    def forget(self, future: Any) -> None:
+        """See `Pool`."""
+        if not future.done():
+            future.cancel()
+        future.release()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    shape: tuple[int, int]
+
+
+def run_span_alone(
+    mailbox: str | None, keep: bool, source: Any, span: Span, task: SpanTask, *blocks: Any
+) -> Visit:
+    """`run_span` in a worker process, with BLAS on one thread."""
+    from distributed import get_worker
+
+    with threadpool_limits(1):
+        visit = run_span(source, span, task, *blocks, keep=keep)
+    visit.value = parcels.pack(visit.value, mailbox)
+    visit.where = get_worker().address
+    return visit
+
+
+def current_client(stack: contextlib.ExitStack) -> Any:
+    """Find the Dask client to use; inside a worker's task, one that gives its thread free."""
+    if "distributed" not in sys.modules:
+        # Nobody can have made a client.
+        return None
+    from distributed import Client, get_worker, worker_client
+
+    try:
+        get_worker()
+    except ValueError:
+        try:
+            return Client.current()
+        except ValueError:
+            return None
+    return stack.enter_context(worker_client())

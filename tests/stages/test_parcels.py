@@ -1,0 +1,113 @@
+"""Large results reach the client through shared memory, or else as any other result."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scgpu_tasks.stages import parcels
+from scgpu_tasks.stages.parcels import LocalArray, Mailbox, Parcel, pack
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(parcels, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_arrays_in_a_parcel_come_back_as_they_were() -> None:
+    rng = np.random.default_rng(0)
+    sent = {
+        "scores": rng.random((70_000, 3)).astype(np.float32),
+        "columns": np.asfortranarray(rng.random((100, 200))),
+        "strided": np.arange(500_000)[::2],
+        "none": np.zeros((0, 4)),
+        "text": "x",
+    }
+    box = Mailbox()
+    packed = pack(sent, box.address)
+    assert isinstance(packed, Parcel)
+    assert len(packed.pickled) < 3_000_000
+    got = box.open(packed)
+    box.close()
+    for name in ("scores", "columns", "strided", "none"):
+        assert got[name].tobytes() == sent[name].tobytes()
+        got[name][...] = 1
+    assert got["text"] == "x"
+
+
+def test_small_results_travel_as_they_are() -> None:
+    box = Mailbox()
+    assert pack("x" * 10, box.address) == "x" * 10
+    assert box.open([1]) == [1]
+    box.close()
+
+
+def test_workers_elsewhere_send_their_results() -> None:
+    large = np.zeros(1 << 20)
+    assert pack(large, "/nowhere/at/all") is large
+    assert pack(large, None) is large
+
+
+def test_no_room_in_shared_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    box = Mailbox()
+    monkeypatch.setattr("os.posix_fallocate", full)
+    large = np.zeros(1 << 20)
+    assert pack(large, box.address) is large
+    assert box.array((10, 2), np.float32) is None
+    box.close()
+
+
+def test_closing_leaves_no_file(memory: Path) -> None:
+    box = Mailbox()
+    pack(np.zeros(1 << 20), box.address)
+    box.close()
+    assert list(memory.iterdir()) == []
+
+
+def test_no_shared_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcels, "SHARED_MEMORY", Path("/nowhere"))
+    box = Mailbox()
+    assert box.address is None
+    assert box.array((1,), np.int8) is None
+    box.close()
+
+
+def test_the_mailbox_of_a_killed_process_is_swept(memory: Path) -> None:
+    code = (
+        "import os, pathlib; from scgpu_tasks.stages import parcels; "
+        f"parcels.SHARED_MEMORY = pathlib.Path({str(memory)!r}); "
+        "parcels.Mailbox(); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert len(list(memory.iterdir())) == 1
+    living = Mailbox()
+    assert [str(path) for path in memory.iterdir()] == [living.address]
+    other = Mailbox()
+    assert len(list(memory.iterdir())) == 2
+    living.close()
+    other.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "shared"])
+def test_rows_written_by_tasks_are_in_the_array(kind: str) -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    box = Mailbox()
+    shared = box.array((6, 3), np.float32)
+    assert shared is not None
+    array = shared.map() if kind == "shared" else np.zeros((6, 3), np.float32)
+    target = shared if kind == "shared" else LocalArray(array)
+    assert target.write(2, rows)
+    assert target.write(0, rows[:0])
+    box.close()
+    np.testing.assert_array_equal(array[2:], rows)
+    np.testing.assert_array_equal(array[:2], 0)
+    if kind == "shared":
+        assert not target.write(0, rows)
