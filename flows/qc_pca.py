@@ -3,7 +3,7 @@
 Run it from a shell with ``python flows/qc_pca.py --store atlas.zarr``, or deploy
 ``flows/qc_pca.py:atlas_qc``. Worker processes of a cluster that a script starts import the
 script again, so nothing slow is imported at the top, and the function becomes a flow only where
-this file is imported by somebody else.
+this file is imported by somebody else. Its docstring has the form that Prefect's forms read.
 """
 
 from __future__ import annotations
@@ -42,62 +42,34 @@ def atlas_qc(
 ) -> dict[str, Any]:
     """Quality control, highly variable genes and PCA of a single-cell atlas.
 
-    Parameters
-    ----------
-    store
-        AnnData zarr store to work on.
-    source
-        Convert this (h5ad or zarr) into the store first.
-    out
-        Folder for run records; each run makes a folder named after it.
-    device
-        auto, cpu or gpu.
-    workers
-        Worker processes of the cluster; by default what suits the machine.
-    scheduler
-        Address of a Dask scheduler that already runs.
-    chunks
-        Cells per block, or auto.
-    layer
-        Layer that holds the counts; by default X.
-    counts
-        Insist on counts: whole numbers, 0 or more.
-    min_genes
-        Least number of genes with counts in a cell.
-    max_genes
-        Greatest number of genes with counts in a cell.
-    min_counts
-        Least total counts of a cell.
-    max_counts
-        Greatest total counts of a cell.
-    max_pct_mt
-        Greatest percentage of mitochondrial counts of a cell.
-    min_cells
-        Least number of kept cells that have a gene.
-    mad
-        Remove cells by median absolute deviations as well.
-    qc_vars
-        Gene sets to report on: mt, ribo, hb, or a boolean column of var.
-    percent_top
-        Report the percentage of counts in this many top genes.
-    target_sum
-        Counts per cell after normalisation; empty for the median.
-    hvg_flavor
-        seurat, cell_ranger or seurat_v3.
-    n_top_genes
-        Number of highly variable genes; empty to choose by cutoffs.
-    batch_key
-        Column of obs; highly variable genes are chosen within each batch.
-    n_comps
-        Number of principal components.
-    refresh
-        Recompute this stage and all after it: convert, check, load, qc or pca.
-    work
-        Folder for finished stages, reused by later runs; by default .work inside out.
+    Returns the content of the run's run.json, with the record's folder under ``record``.
 
-    Returns
-    -------
-    The content of the run's run.json, with the record's folder under ``record``.
+    Args:
+        store: AnnData zarr store to work on.
+        source: Convert this (h5ad or zarr) into the store first.
+        out: Folder for run records; each run makes a folder named after it.
+        device: auto, cpu or gpu.
+        workers: Worker processes of the cluster; by default what suits the machine.
+        scheduler: Address of a Dask scheduler that already runs.
+        chunks: Cells per block, or auto.
+        layer: Layer that holds the counts; by default X.
+        counts: Insist on counts: whole numbers, 0 or more.
+        min_genes: Least number of genes with counts in a cell.
+        max_genes: Greatest number of genes with counts in a cell.
+        min_counts: Least total counts of a cell.
+        max_counts: Greatest total counts of a cell.
+        max_pct_mt: Greatest percentage of mitochondrial counts of a cell.
+        min_cells: Least number of kept cells that have a gene.
+        mad: Remove cells by median absolute deviations as well.
+        qc_vars: Gene sets to report on: mt, ribo, hb, or a boolean column of var.
+        percent_top: Report the percentage of counts in this many top genes.
+        target_sum: Counts per cell after normalisation; empty for the median.
+        hvg_flavor: seurat, cell_ranger or seurat_v3.
+        n_top_genes: Number of highly variable genes; empty to choose by cutoffs.
+        batch_key: Column of obs; highly variable genes are chosen within each batch.
+        n_comps: Number of principal components.
+        refresh: Recompute this stage and all after it: convert, check, load, qc or pca.
+        work: Folder for finished stages, reused by later runs; by default .work inside out.
     """
     parameters = dict(locals())
     from scgpu_tasks.mainjob import main_job
