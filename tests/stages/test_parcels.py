@@ -22,7 +22,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_arrays_in_a_parcel_come_back_as_they_were() -> None:
     rng = np.random.default_rng(0)
     sent = {
-        "scores": rng.random((70_000, 3)).astype(np.float32),
+        "scores": rng.random((100_000, 3)).astype(np.float32),
         "columns": np.asfortranarray(rng.random((100, 200))),
         "strided": np.arange(500_000)[::2],
         "none": np.zeros((0, 4)),
