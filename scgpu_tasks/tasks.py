@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import runtime, task
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import CachePolicy
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.futures import PrefectFuture
@@ -249,3 +251,56 @@ def unattended() -> AbstractContextManager[Any]:
 
 def _topic() -> str:
     return f"scgpu-progress-{runtime.flow_run.id}"
+
+
+@task(name="convert-source", task_run_name="{source}")
+def convert_source(source: str, store: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Convert one source if it is new or changed; shows a progress artifact.
+
+    Parameters
+    ----------
+    source, store
+        From where to where.
+    options
+        Other arguments of `scgpu_tasks.io.convert.many.convert_if_changed`; ``spec`` as a
+        dictionary.
+
+    Returns
+    -------
+    The conversion's result with its ``state``: converted or current.
+    """
+    from scgpu_tasks.io.convert import ConvertSpec
+    from scgpu_tasks.io.convert.many import convert_if_changed
+
+    arguments = options | {"spec": ConvertSpec(**options.get("spec", {}))}
+    shown = _ProgressArtifact(f"converting {source}")
+    result = convert_if_changed(source, store, progress=shown.update, **arguments)
+    if result is None:
+        return {"state": "current", "source": source, "store": store}
+    return {"state": "converted", "store": store} | result.to_json()
+
+
+class _ProgressArtifact:
+    """Shows how far a conversion is in Prefect's UI, every two seconds at most."""
+
+    def __init__(self, description: str) -> None:
+        self._description = description
+        self._id: Any = None
+        self._next = 0.0
+
+    def update(self, state: Any) -> None:
+        """Show a `scgpu_tasks.io.convert.Progress`."""
+        finished = state.done_shards == state.total_shards
+        if time.monotonic() < self._next and not finished:
+            return
+        self._next = time.monotonic() + 2
+        percent = 100 * state.done_bytes / max(state.total_bytes, 1)
+        left = "" if state.seconds_left is None else f", {state.seconds_left:,.0f} s left"
+        text = (
+            f"{self._description}: {state.done_shards} of {state.total_shards} shards, "
+            f"{state.rate / 1e6:,.0f} MB/s{left}"
+        )
+        if self._id is None:
+            self._id = create_progress_artifact(percent, description=text)
+        else:
+            update_progress_artifact(self._id, percent, description=text)

@@ -1,4 +1,4 @@
-"""AnnData objects of every kind, made by Hypothesis, and what it means that two are the same."""
+"""AnnData objects of every kind, made by Hypothesis; and what makes two the same."""
 
 from __future__ import annotations
 

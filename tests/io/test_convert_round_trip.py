@@ -106,7 +106,7 @@ def test_scanpy_and_zarr_open_the_result(tmp_path: Path) -> None:
     write(adata, tmp_path / "a.h5ad", "h5ad", 1)
     convert_zarr(tmp_path / "a.h5ad", tmp_path / "b.zarr")
     result = read(tmp_path / "b.zarr")
-    # scanpy's compiled code wants one type for indices and indptr; SciPy's constructor sees to it.
+    # scanpy's compiled code wants one type for indices and indptr, as SciPy makes them.
     result.X = sp.csr_matrix((result.X.data, result.X.indices, result.X.indptr), result.shape)
     sc.pp.normalize_total(result, target_sum=1e4)
     sc.pp.log1p(result)

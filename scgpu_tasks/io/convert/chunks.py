@@ -122,11 +122,18 @@ def inflate_gzip(data: Bytes, size: int) -> Bytes:
 
 def decode_blosc(data: Bytes, size: int) -> Bytes:
     """Decode a blosc buffer."""
-    out = bytearray(size)
-    _, found = _blosc_header(data)
-    if found != size:
-        msg = f"blosc: {found} bytes instead of {size}"
+    # blosc believes its header, and would read past the end of a buffer that was cut short.
+    if len(data) < 16:
+        msg = f"blosc: {len(data)} bytes are less than a header"
         raise ValueError(msg)
+    decoded, stored = (int.from_bytes(bytes(data[i : i + 4]), "little") for i in (4, 12))
+    if (decoded, stored) != (size, len(data)):
+        msg = (
+            f"blosc: {len(data)} bytes that claim to be {stored} and to decode to {decoded} "
+            f"instead of {size}"
+        )
+        raise ValueError(msg)
+    out = bytearray(size)
     blosc.decompress(data, out)
     return out
 
@@ -165,26 +172,6 @@ def stream_zstd(blocks: Iterator[bytes]) -> Iterator[bytes]:
     with pa.CompressedInputStream(pa.PythonFile(_Readable(blocks), "r"), "zstd") as file:
         while piece := file.read(BLOCK):
             yield piece
-
-
-def stream_blosc(data: Bytes, size: int) -> Iterator[Bytes]:
-    """Decode a blosc buffer a piece at a time."""
-    itemsize, found = _blosc_header(data)
-    if found != size:
-        msg = f"blosc: {found} bytes instead of {size}"
-        raise ValueError(msg)
-    step = max(1, BLOCK // itemsize)
-    for start in range(0, size // itemsize, step):
-        n = min(step, size // itemsize - start)
-        yield blosc.decompress_partial(data, start, n, typesize=itemsize)
-
-
-def _blosc_header(data: Bytes) -> tuple[int, int]:
-    """Item size and decoded bytes that a blosc buffer says it has."""
-    if len(data) < 16:
-        msg = f"blosc: {len(data)} bytes are less than a header"
-        raise ValueError(msg)
-    return max(1, data[3]), int.from_bytes(bytes(data[4:8]), "little")
 
 
 class _Readable:

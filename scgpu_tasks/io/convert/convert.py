@@ -20,7 +20,7 @@ from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
 from scgpu_tasks.io.convert.progress import Job, Meter, Progress, all_jobs
 from scgpu_tasks.io.convert.runner import Runner
-from scgpu_tasks.io.convert.space import check_space
+from scgpu_tasks.io.convert.space import check_space, scratch_notes
 from scgpu_tasks.io.convert.work import WorkFolder, check_places, remove
 from scgpu_tasks.io.convert.worker import Task, Worker, write_error
 from scgpu_tasks.io.source import Source, absolute, open_source, source_stamp
@@ -82,9 +82,9 @@ def convert_zarr(
 ) -> ConvertResult:
     """Convert any AnnData into a zarr v3 store with zstd chunks in shards.
 
-    Column numbers are stored in the smallest type that holds them. anndata hands that type on, and
-    some of scanpy's functions on matrices in memory want int32: ``scipy.sparse.csr_matrix((X.data,
-    X.indices, X.indptr), X.shape)`` makes one that they take.
+    Column numbers are stored in the smallest type that holds them. anndata hands that type on,
+    and some of scanpy's functions on matrices in memory want int32:
+    ``scipy.sparse.csr_matrix((X.data, X.indices, X.indptr), X.shape)`` makes one they take.
 
     Interrupted at any point, the same call goes on with what is missing; the finished store has
     the same bytes as one that was written without interruption.
@@ -191,6 +191,7 @@ class _Conversion:
         self.values.update_plan()
         jobs = [job for job in all_jobs(self.values.plan) if job.key not in finished]
         check_space(self.values, jobs, work, self.spec)
+        work.notes += scratch_notes(self.values)
         remove(work.scratch)
         with Runner(self.worker, threads) as runner:
             prepare(runner)

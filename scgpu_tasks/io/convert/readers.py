@@ -163,7 +163,7 @@ class ArrayReader:
                 for piece in pieces:
                     size += len(piece)
                     file.write(piece)
-        # pyarrow, zlib and blosc each have errors of their own.
+        # pyarrow and zlib have errors of their own.
         except (ValueError, RuntimeError, OSError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno:
                 raise

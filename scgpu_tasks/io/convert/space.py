@@ -61,6 +61,27 @@ def scratch_bytes(values: Values) -> int:
     return max(0, total - values.prepared.bytes_kept())
 
 
+def scratch_notes(values: Values) -> list[str]:
+    """Say which arrays are decoded to scratch files, and what that costs."""
+    notes = []
+    for item in values.plan.arrays:
+        reader = values.reader(item.source)
+        if not reader.spills:
+            continue
+        nbytes = values.source.node(item.source).nbytes
+        memory = reader.whole_bytes
+        notes.append(
+            f"{item.source} is stored in chunks that make bands of {_size(reader.band_bytes)}: "
+            f"each is decoded once to disk, {_size(nbytes)} in all"
+            + (f", with {_size(memory)} of memory a thread" if memory else "")
+        )
+    return notes
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
 def check_space(values: Values, jobs: list[Job], work: WorkFolder, spec: ConvertSpec) -> None:
     """Refuse to start what will not fit.
 

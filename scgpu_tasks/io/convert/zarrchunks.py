@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,8 +80,6 @@ class ZarrChunks(Chunks):
         path = self._folder / self._key(at)
         if not path.exists():
             return None
-        if self._codec == "blosc":
-            return self._stream_blosc(path)
         blocks = decode.pread_blocks(path, 0, path.stat().st_size)
         match self._codec:
             case "":
@@ -92,12 +89,6 @@ class ZarrChunks(Chunks):
             case "gzip" | "zlib":
                 return decode.stream_deflate(blocks, 31 if self._codec == "gzip" else 15)
         return None
-
-    def _stream_blosc(self, path: Path) -> Iterator[Bytes]:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with data, memoryview(data) as view:
-            yield from decode.stream_blosc(view, self.chunk_bytes)
 
 
 def _v3_codec(metadata: Any, stored: np.dtype) -> tuple[str, np.dtype] | None:
