@@ -83,7 +83,7 @@ def choose_colourings(
     names += [c for c in obs.columns if c != first and c != "passed_qc"]
     candidates: list[tuple[bool, int, Colouring]] = []
     for place, column in enumerate(names):
-        colouring = _colouring(obs[column], str(column))
+        colouring = _colouring(obs[column], str(column), wanted=column == first)
         if colouring is not None:
             many = colouring.categories[-1].number == 0 and column != first
             candidates.append((many, place, colouring))
@@ -91,12 +91,13 @@ def choose_colourings(
     return [colouring for _, _, colouring in candidates[:limit]]
 
 
-def _colouring(values: pd.Series, column: str) -> Colouring | None:
+def _colouring(values: pd.Series, column: str, *, wanted: bool) -> Colouring | None:
     categorical = isinstance(values.dtype, pd.CategoricalDtype)
     plain = pd.api.types.is_bool_dtype(values) or pd.api.types.is_string_dtype(values)
     if not categorical:
         # A name for every cell is no category; a look at some rows spares 11M of them.
-        if not plain or values.iloc[: 10 * POINTS].nunique() > min(200, len(values) // 2):
+        sampled = values.iloc[: 10 * POINTS]
+        if not wanted and (not plain or sampled.nunique() > min(200, len(values) // 2)):
             return None
         values = values.astype("category")
     codes = values.cat.codes.to_numpy().astype(np.int64)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scgpu_tasks.records import draw, pca_figures
+from scgpu_tasks.records.pca_figures import choose_colourings
+
+
+def names(obs: pd.DataFrame, first: str | None = None) -> list[str]:
+    return [colouring.column for colouring in choose_colourings(obs, first)]
+
+
+def test_columns_worth_a_colour_are_found_and_the_batch_key_comes_first() -> None:
+    n = 90
+    obs = pd.DataFrame(
+        {
+            "barcode": [f"cell {i}" for i in range(n)],
+            "counts": np.arange(n),
+            "one value": ["x"] * n,
+            "donor": ["a", "b", "c"] * 30,
+            "doublet": [True, False] * 45,
+            "missing": [None] * n,
+            "passed_qc": [True, False] * 45,
+            "batch": np.arange(n) % 2,
+        }
+    )
+    assert names(obs) == ["donor", "doublet"]
+    assert names(obs, "batch") == ["batch", "donor", "doublet"]
+    assert names(obs, "no such column") == ["donor", "doublet"]
+
+
+def test_a_column_with_too_many_categories_comes_last_with_the_rare_ones_as_one() -> None:
+    many = np.repeat(np.arange(40), np.arange(40, 0, -1))
+    obs = pd.DataFrame(
+        {
+            "cluster": pd.Categorical([f"c{i}" for i in many]),
+            "sex": pd.Categorical(np.where(many % 2, "f", "m")),
+        }
+    )
+    sex, cluster = choose_colourings(obs)
+    assert (sex.column, cluster.column) == ("sex", "cluster")
+    shown = cluster.categories
+    assert [c.name for c in shown[:3]] == ["c0", "c1", "c2"]
+    assert shown[-1].name == "25 other categories"
+    assert sum(c.cells for c in shown) == len(obs)
+    for number, category in enumerate(shown):
+        assert (cluster.codes == number).sum() == category.cells
+
+
+def test_cells_without_a_category_are_drawn_but_not_counted() -> None:
+    obs = pd.DataFrame({"type": pd.Categorical(["a", None, "b", "a", None, "b", "a"])})
+    (colouring,) = choose_colourings(obs)
+    assert colouring.codes.tolist() == [0, -1, 1, 0, -1, 1, 0]
+    assert [(c.name, c.cells) for c in colouring.categories] == [("a", 3), ("b", 2)]
+
+
+def test_categories_without_cells_are_not_listed() -> None:
+    column = pd.Categorical(["a", "b"] * 5, categories=["z", "b", "a"])
+    (colouring,) = choose_colourings(pd.DataFrame({"type": column}))
+    assert sorted(c.name for c in colouring.categories) == ["a", "b"]
+
+
+def test_large_atlases_are_drawn_from_the_same_sample_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pca_figures, "POINTS", 100)
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(1_000, 2)).astype(np.float32)
+    first = pca_figures.components(scores, (0, 1), None, name="m")
+    assert "100 cells by components 1 and 2" in first
+    assert pca_figures.components(scores, (0, 1), None, name="m") == first
+    rows = draw.sample(1_000, 100)
+    assert len(np.unique(rows)) == 100
+    assert rows.max() > 900
+
+
+@pytest.mark.parametrize(("apart", "labels"), [(20.0, 2), (0.0, 0)])
+def test_groups_are_numbered_where_they_lie_apart(apart: float, labels: int) -> None:
+    rng = np.random.default_rng(0)
+    codes = np.arange(400) % 2
+    scores = rng.normal(size=(400, 2))
+    scores[:, 0] += apart * codes
+    obs = pd.DataFrame({"type": pd.Categorical.from_codes(codes, ["a", "b"])})
+    (colouring,) = choose_colourings(obs)
+    svg = pca_figures.components(scores, (0, 1), colouring, name="m")
+    # Only these numbers stand on a filled circle.
+    assert svg.count("fill: var(--surface)") == labels
+
+
+def test_marks_far_from_the_values_do_not_squeeze_them() -> None:
+    values = np.array([0.0, 10.0])
+    assert draw.span(values, [12.0], pad=0) == (0.0, 12.0)
+    assert draw.span(values, [1e6, -1e6], pad=0) == (0.0, 10.0)
+    assert draw.span(np.array([np.nan]), pad=0) == (0.0, 1.0)
+    assert draw.span(np.array([3.0, 3.0]), pad=0) == (2.5, 3.5)
