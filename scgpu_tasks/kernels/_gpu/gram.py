@@ -132,10 +132,13 @@ def gram_add(
 
 def finish(gram: Any, n_dense: int) -> Any:
     """See `scgpu_tasks.kernels.gram.finish`."""
+    import cupy
+
     sparse = gram[n_dense:, n_dense:]
-    diagonal = sparse.diagonal().copy()
+    diagonal = cupy.arange(len(sparse))
+    values = sparse[diagonal, diagonal]
     sparse += sparse.T.copy()
-    sparse[np.arange(len(diagonal)), np.arange(len(diagonal))] = diagonal
+    sparse[diagonal, diagonal] = values
     gram[:n_dense, n_dense:] = gram[n_dense:, :n_dense].T
     return gram
 

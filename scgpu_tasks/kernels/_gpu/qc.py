@@ -30,7 +30,7 @@ def cell_metrics(rows: Rows, gene_sets: Any, n_sets: int, tops: Sequence[int]) -
     n_genes = cupy.empty(rows.n_rows, np.int64)
     total = cupy.empty(rows.n_rows, np.float64)
     set_totals = cupy.empty((rows.n_rows, n_sets), np.float64)
-    firsts = cupy.full(2, _NONE, np.uint64)
+    firsts = cupy.asarray(np.full(2, _NONE, np.uint64))
     members = on_device(gene_sets, np.uint64)
     defines = define(rows.data.dtype, rows.indices.dtype)
     function = kernel("qc", "cell_metrics", defines)
