@@ -157,7 +157,6 @@ class SyntheticAtlas:
     def _calibrate(self) -> None:
         """Find the mean depth at which a cell shows ``nnz_per_cell`` genes."""
         # Latents of some cells stand for all of them.
-        self.depth = 1.0
         latents = self._latents(0, 200)
         low, high = 1.0, 1e4 * self.n_vars
         for _ in range(30):
@@ -220,14 +219,18 @@ class SyntheticAtlas:
         nnz = int(indptr[-1])
         return data[:nnz], indices[:nnz], indptr
 
+    @property
+    def type_names(self) -> list[str]:
+        """Names of the cell types."""
+        names = [name for name, _ in CELL_TYPES[: self.n_types]]
+        return names + [f"Type {i + 1}" for i in range(len(names), self.n_types)]
+
     def obs(self, n_obs: int) -> pd.DataFrame:
         """Names, cell type, batch and true quality of the first ``n_obs`` cells."""
         latents = self._latents(0, n_obs)
-        types = [name for name, _ in CELL_TYPES[: self.n_types]]
-        types += [f"Type {i + 1}" for i in range(len(types), self.n_types)]
         width = max(6, len(str(n_obs)))
         columns = {
-            "cell_type": _categorical(latents["type"], types),
+            "cell_type": _categorical(latents["type"], self.type_names),
             "batch": _categorical(
                 latents["batch"], [f"batch_{i + 1}" for i in range(self.n_batches)]
             ),
@@ -239,9 +242,7 @@ class SyntheticAtlas:
     def var(self) -> pd.DataFrame:
         """Gene symbols, and which genes mark which type (empty: none)."""
         marks = np.full(self.n_vars, "", dtype=object)
-        types = [name for name, _ in CELL_TYPES]
-        types += [f"Type {i + 1}" for i in range(len(types), self.n_types)]
-        for name, genes in zip(types, self.markers, strict=False):
+        for name, genes in zip(self.type_names, self.markers, strict=True):
             marks[genes] = name
         return pd.DataFrame(
             {"marker_of": pd.Categorical(marks)}, index=pd.Index(self.var_names, dtype=str)

@@ -1,1 +1,30 @@
-"""Between stores and blocks."""
+"""Between stores and blocks. Public names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scgpu_tasks.io.convert import convert_zarr
+    from scgpu_tasks.io.fingerprint import store_fingerprint
+    from scgpu_tasks.io.lazy import read_lazy
+    from scgpu_tasks.io.rows import open_rows
+
+__all__ = ["convert_zarr", "open_rows", "read_lazy", "store_fingerprint"]
+
+_HOMES = {
+    "convert_zarr": "convert",
+    "open_rows": "rows",
+    "read_lazy": "lazy",
+    "store_fingerprint": "fingerprint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

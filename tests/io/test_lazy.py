@@ -178,3 +178,11 @@ def test_without_a_gpu_auto_means_the_cpu_and_gpu_is_refused(small_store: Path) 
     assert isinstance(read_lazy(small_store).X._meta, sp.csr_matrix)
     with pytest.raises(MissingPackageError, match="GPU"):
         read_lazy(small_store, device="gpu")
+
+
+def test_the_package_offers_it_by_name() -> None:
+    import scgpu_tasks.io
+
+    assert scgpu_tasks.io.read_lazy is read_lazy
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        scgpu_tasks.io.nothing  # noqa: B018
