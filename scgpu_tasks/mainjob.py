@@ -9,9 +9,10 @@ from typing import Any
 
 from scgpu_tasks import steps, tasks
 from scgpu_tasks.cluster import flow_cluster, resolve_device
+from scgpu_tasks.cluster_plan import plan_cluster
 from scgpu_tasks.conversion import Conversion
 from scgpu_tasks.errors import ParameterError, StoreError
-from scgpu_tasks.probe import read_tables
+from scgpu_tasks.io.lazy import read_tables
 from scgpu_tasks.progress import ProgressBars
 from scgpu_tasks.records import write_record
 from scgpu_tasks.runlog import RunLog
@@ -142,6 +143,11 @@ class _Job:
 
     def _choose_cluster(self, device: str) -> None:
         p = self.parameters
+        if p["scheduler"] is None:
+            plan = plan_cluster(device, workers=p["workers"])
+            self.log.content["cluster"] = plan.to_json()
+        else:
+            self.log.content["cluster"] = {"scheduler": p["scheduler"]}
         tasks.use_cluster(p["scheduler"], **flow_cluster(device, p["workers"]))
 
     @contextmanager

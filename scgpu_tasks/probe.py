@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import zarr
 
 from scgpu_tasks.errors import DataError, FormatError, ParameterError
 from scgpu_tasks.io.elements import open_files
+from scgpu_tasks.io.lazy import read_table
 from scgpu_tasks.io.rows import RowBlocks, open_rows
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
 
@@ -15,32 +17,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SAMPLE_CELLS = 1000
-
-
-def read_tables(store: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read obs and var of a store into memory.
-
-    Raises
-    ------
-    FormatError
-        One of them is missing or is not a table.
-    """
-    import pandas as pd
-    import zarr
-    from anndata.io import read_elem
-
-    group = zarr.open_group(open_files(store).zarr_store(), mode="r")
-    tables = []
-    for name in ("obs", "var"):
-        if name not in group:
-            msg = f"{store} has no {name}; it is not a complete AnnData store"
-            raise FormatError(msg)
-        table = read_elem(group[name])
-        if not isinstance(table, pd.DataFrame):
-            msg = f"{name} of {store} is a {type(table).__name__}, not a table"
-            raise FormatError(msg)
-        tables.append(table)
-    return tables[0], tables[1]
 
 
 def probe(
@@ -54,7 +30,7 @@ def probe(
 ) -> dict[str, Any]:
     """Open a store and refuse what the later stages could not do with it.
 
-    Reads metadata, obs, var and the values of the first cells.
+    Reads metadata, var and the values of the first cells; obs may be large and is left alone.
 
     Parameters
     ----------
@@ -83,17 +59,18 @@ def probe(
         The first cells do not decode.
     """
     rows = open_rows(store, layer=qc.layer, chunks=chunks, device=device)
-    obs, var = read_tables(store)
+    length, columns = _obs_facts(store)
+    var = read_table(store, "var")
     n_obs, n_vars = rows.shape
-    if (len(obs), len(var)) != (n_obs, n_vars):
+    if (length, len(var)) != (n_obs, n_vars):
         msg = (
-            f"{rows.element} of {store} is {n_obs} by {n_vars}, but obs has {len(obs)} "
-            f"rows and var {len(var)}; the store is damaged or half written"
+            f"{rows.element} of {store} is {n_obs} by {n_vars}, but obs has {length} rows and "
+            f"var {len(var)}; the store is damaged or half written"
         )
         raise FormatError(msg)
-    _require_parameters(rows, obs, hvg, pca)
+    _require_parameters(rows, columns, hvg, pca)
     if qc.expect_counts:
-        _require_counts(rows, obs, var)
+        _require_counts(rows, var)
     return {
         "element": rows.element,
         "encoding": rows.encoding,
@@ -102,17 +79,33 @@ def probe(
         "nnz": None if rows.nnz is None else int(rows.nnz),
         "stored_bytes": int(rows.stored_bytes),
         "n_blocks": len(rows.bounds) - 1,
-        "obs_columns": [str(name) for name in obs.columns],
+        "obs_columns": columns,
     }
 
 
-def _require_parameters(rows: RowBlocks, obs: pd.DataFrame, hvg: HVGSpec, pca: PCASpec) -> None:
+def _obs_facts(store: str) -> tuple[int, list[str]]:
+    """Count the cells and name the columns of obs, without reading it."""
+    root = zarr.open_group(open_files(store).zarr_store(), mode="r")
+    node = root.get("obs")
+    order = node.attrs.get("column-order") if isinstance(node, zarr.Group) else None
+    if isinstance(node, zarr.Group) and isinstance(order, list | tuple):
+        index = node.get(str(node.attrs.get("_index", "_index")))
+        # Nullable strings are a group of values and a mask.
+        values = index.get("values") if isinstance(index, zarr.Group) else index
+        if isinstance(values, zarr.Array):
+            return values.shape[0], [str(name) for name in order]
+    table = read_table(store, "obs")
+    return len(table), [str(name) for name in table.columns]
+
+
+def _require_parameters(
+    rows: RowBlocks, columns: list[str], hvg: HVGSpec, pca: PCASpec
+) -> None:
     n_obs, n_vars = rows.shape
-    if hvg.batch_key is not None and hvg.batch_key not in obs.columns:
-        names = ", ".join(str(name) for name in obs.columns) or "none"
+    if hvg.batch_key is not None and hvg.batch_key not in columns:
         msg = (
             f"batch_key {hvg.batch_key!r} is not a column of obs of {rows.store}; "
-            f"its columns are: {names}"
+            f"its columns are: {', '.join(columns) or 'none'}"
         )
         raise ParameterError(msg)
     genes = n_vars if hvg.n_top_genes is None else min(n_vars, hvg.n_top_genes)
@@ -124,7 +117,7 @@ def _require_parameters(rows: RowBlocks, obs: pd.DataFrame, hvg: HVGSpec, pca: P
         raise ParameterError(msg)
 
 
-def _require_counts(rows: RowBlocks, obs: pd.DataFrame, var: pd.DataFrame) -> None:
+def _require_counts(rows: RowBlocks, var: pd.DataFrame) -> None:
     stop = min(SAMPLE_CELLS, rows.shape[0])
     if stop == 0:
         return
@@ -148,6 +141,7 @@ def _require_counts(rows: RowBlocks, obs: pd.DataFrame, var: pd.DataFrame) -> No
         gene = int(matrix.indices[position[0]])
     else:
         cell, gene = (int(p) for p in position)
+    obs = read_table(rows.store, "obs")
     msg = (
         f"{rows.element} of {rows.store} has {what}: {values[position]} at cell "
         f"{obs.index[cell]!r}, gene {var.index[gene]!r}; {advice}"

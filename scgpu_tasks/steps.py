@@ -26,7 +26,12 @@ STAGES: tuple[str, ...] = ("convert", "check", "load", "qc", "pca")
 _CODE: dict[str, tuple[str, ...]] = {
     "check": ("scgpu_tasks.io.check",),
     "load": ("scgpu_tasks.io.rows", "scgpu_tasks.probe"),
-    "qc": ("scgpu_tasks.io.rows", "scgpu_tasks.stages.qc", "scgpu_tasks.saved"),
+    "qc": (
+        "scgpu_tasks.io.rows",
+        "scgpu_tasks.io.lazy",
+        "scgpu_tasks.stages.qc",
+        "scgpu_tasks.saved",
+    ),
     "pca": ("scgpu_tasks.io.rows", "scgpu_tasks.stages.pca", "scgpu_tasks.saved"),
 }
 
@@ -130,12 +135,21 @@ def qc_step(
     """QC metrics, filters and highly variable genes, in one read of X where possible."""
 
     def compute(folder: Path) -> dict[str, Any]:
-        from scgpu_tasks.probe import read_tables
+        from scgpu_tasks.io.lazy import read_table
         from scgpu_tasks.saved import save_qc
         from scgpu_tasks.stages.qc import run_qc
 
-        obs, var = read_tables(plan.store)
-        result = run_qc(_rows(plan), obs, var, plan.qc, plan.hvg, progress=progress)
+        # PCA follows on the same workers, and clears away what QC keeps on their GPUs.
+        follows = WorkDir(plan.work).find("pca", plan.key("pca")) is None
+        result = run_qc(
+            _rows(plan),
+            lambda: read_table(plan.store, "obs"),
+            read_table(plan.store, "var"),
+            plan.qc,
+            plan.hvg,
+            progress=progress,
+            keep_blocks=None if follows else False,
+        )
         save_qc(result, folder)
         return result.summary
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed import KilledWorker
 from prefect import runtime, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import CachePolicy
@@ -27,6 +28,7 @@ from prefect_dask import DaskTaskRunner
 from scgpu_tasks import steps
 from scgpu_tasks.cluster import connect
 from scgpu_tasks.conversion import Conversion, convert_step
+from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.progress import worker_progress
 from scgpu_tasks.steps import Plan
 from scgpu_tasks.workdir import WorkDir
@@ -149,7 +151,15 @@ def _submit(stage_task: Any, *, intact: bool, **arguments: Any) -> dict[str, Any
     # Prefect's cache knows a path, and nothing of the files behind it.
     chosen = stage_task.with_options(refresh_cache=not intact)
     future: PrefectFuture[Any] = chosen.submit(**arguments)
-    result: dict[str, Any] = future.result()
+    try:
+        result: dict[str, Any] = future.result()
+    except KilledWorker as error:
+        msg = (
+            f"stage {stage_task.name} was given up: the Dask worker that ran it died, again "
+            "and again. Most often that is the memory: ask for smaller --chunks, or for fewer "
+            f"--workers, which then have more each. Dask says: {error}"
+        )
+        raise ClusterError(msg) from error
     if future.state.name == "Cached":
         result = {**result, "cached": True, "seconds": 0.0}
     return result
@@ -182,7 +192,7 @@ def use_cluster(scheduler: str | None, **options: Any) -> None:
     runner.address = scheduler
 
 
-def dask_runner() -> DaskTaskRunner:
+def dask_runner() -> Any:
     """Runner whose cluster comes from `scgpu_tasks.cluster`, started by its first task."""
     return DaskTaskRunner(cluster_class="scgpu_tasks.cluster.ready_cluster")
 

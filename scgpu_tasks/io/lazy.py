@@ -120,6 +120,11 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[pd.DataFrame, pd.DataFram
     FormatError
         One of them is missing, is no table, or cannot be read.
     """
+    return read_table(path, "obs"), read_table(path, "var")
+
+
+def read_table(path: str | os.PathLike[str], name: str) -> pd.DataFrame:
+    """Read obs or var of a store into memory; as `read_tables`."""
     files = open_files(path)
     with _host_buffers():
         try:
@@ -127,7 +132,7 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[pd.DataFrame, pd.DataFram
         except DECODE_ERRORS as error:
             msg = f"{files.path} is not a zarr store: {error}"
             raise FormatError(msg) from error
-        return _table(root, "obs", files.path), _table(root, "var", files.path)
+        return _table(root, name, files.path)
 
 
 def _table(root: zarr.Group, name: str, path: str) -> pd.DataFrame:
