@@ -28,7 +28,7 @@ def atlas_convert(
     """Convert AnnData sources into stores that a GPU reads fast.
 
     Args:
-        src: A source (h5ad, zarr, zip, URL), a folder of sources, or a pattern like data/*.h5ad.
+        src: A source (h5ad, zarr, zip, URL), a folder of sources, or a pattern: data/*.h5ad.
         dst: The new store; for several sources the folder of the new stores.
         overwrite: Convert again, and replace stores that are there.
         verify: Read everything back and compare it with the source.
