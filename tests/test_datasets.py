@@ -10,6 +10,7 @@ import pytest
 import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.sparse.linalg import svds
 
 from scgpu_tasks.datasets import DTYPES, MT_GENES, synthetic_counts, write_synthetic
 from scgpu_tasks.errors import OutputError, ParameterError
@@ -87,11 +88,11 @@ def test_bad_cells_can_be_told_by_mitochondrial_share_and_genes(medium_store: Pa
 
 def test_cell_types_stand_apart_in_principal_components(medium_store: Path) -> None:
     adata = ad.io.read_zarr(medium_store)
-    chosen = np.flatnonzero(adata.obs["quality"] == "good")[:2_000]
+    chosen = np.flatnonzero(adata.obs["quality"] == "good")[:1_000]
     x = adata.X[chosen].toarray()
     x = np.log1p(1e4 * x / x.sum(axis=1, keepdims=True))
     x -= x.mean(axis=0)
-    scores = x @ np.linalg.eigh(x.T @ x)[1][:, -7:]
+    scores = x @ svds(x, 7, random_state=0)[2].T
     types = adata.obs["cell_type"].cat.codes.to_numpy()[chosen]
     centres = np.stack([scores[types == t].mean(axis=0) for t in range(8)])
     nearest = ((scores[:, None] - centres) ** 2).sum(axis=-1).argmin(axis=1)
