@@ -24,6 +24,7 @@ def atlas_convert(
     shard_bytes: int = 128 * 1024 * 1024,
     level: int = 3,
     workers: int | None = None,
+    staging: str | None = None,
 ) -> list[dict[str, Any]]:
     """Convert AnnData sources into stores that a GPU reads fast.
 
@@ -40,6 +41,7 @@ def atlas_convert(
         shard_bytes: Decoded size of a shard.
         level: zstd level.
         workers: Threads; by default one for each processor.
+        staging: Local folder for a store that goes to a URL.
 
     Returns
     -------
@@ -65,6 +67,7 @@ def atlas_convert(
         "overwrite": overwrite,
         "verify": verify,
         "workers": workers,
+        "staging": staging,
     }
     results: list[dict[str, Any]] = []
     for source, store in match_sources(src, dst):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def add_convert_options(parser: argparse.ArgumentParser) -> None:
     add("--chunk-bytes", type=int, metavar="N", help="decoded size of a chunk (262144)")
     add("--shard-bytes", type=int, metavar="N", help="decoded size of a shard (134217728)")
     add("--level", type=int, metavar="N", help="zstd level (3)")
+    add("--staging", metavar="DIR", help="local folder for a store that goes to a URL")
     add("--workers", type=int, metavar="N", help="threads (one per processor)")
 
 
@@ -82,6 +84,7 @@ def convert_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "overwrite": arguments.overwrite,
         "verify": not arguments.no_verify,
         "workers": arguments.workers,
+        "staging": Path(arguments.staging) if arguments.staging else None,
     }
 
 

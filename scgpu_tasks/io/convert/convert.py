@@ -19,11 +19,12 @@ from scgpu_tasks.io.convert.manifest import read_manifest, write_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
 from scgpu_tasks.io.convert.progress import Job, Meter, Progress, all_jobs
+from scgpu_tasks.io.convert.remote import RemoteFolder
 from scgpu_tasks.io.convert.runner import Runner
 from scgpu_tasks.io.convert.space import check_space, scratch_notes
-from scgpu_tasks.io.convert.work import WorkFolder, check_places, remove
+from scgpu_tasks.io.convert.work import WorkFolder, remove
 from scgpu_tasks.io.convert.worker import Task, Worker, write_error
-from scgpu_tasks.io.source import Source, absolute, open_source, source_stamp
+from scgpu_tasks.io.source import Source, absolute, is_url, open_source, source_stamp
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def convert_zarr(
     overwrite: bool = False,
     verify: bool = True,
     workers: int | None = None,
+    staging: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> ConvertResult:
     """Convert any AnnData into a zarr v3 store with zstd chunks in shards.
@@ -95,7 +97,8 @@ def convert_zarr(
         AnnData as zarr v2 or v3 (folder, zip, URL) or h5ad.
     dst
         Folder of the new store. It appears when it is complete; until then the work is done in
-        a folder beside it whose name ends with ``.converting``.
+        a folder beside it whose name ends with ``.converting``. Or a URL that fsspec can write
+        to: the store is made on a local disk and uploaded then, root document last.
     spec
         Chunk and shard sizes, zstd level, and what to change in the matrices.
     overwrite
@@ -105,6 +108,8 @@ def convert_zarr(
     workers
         Number of threads. Default: the current Dask client's workers, if there is one, else a
         thread for each processor.
+    staging
+        Local folder for a store that goes to a URL; None: the system's temporary folder.
     progress
         Called after each shard.
 
@@ -123,9 +128,13 @@ def convert_zarr(
     """
     spec = spec or ConvertSpec()
     begun = time.monotonic()
-    target = Path(absolute(dst))
-    check_places(absolute(src), target, overwrite=overwrite)
-    with open_source(src) as source, WorkFolder(target) as work:
+    target = absolute(dst)
+    if is_url(target):
+        folder: WorkFolder = RemoteFolder(target, staging, verify=verify)
+    else:
+        folder = WorkFolder(Path(target))
+    folder.check(absolute(src), overwrite=overwrite)
+    with open_source(src) as source, folder as work:
         conversion = _Conversion(source, work, spec, verify=verify)
         try:
             done = conversion.run(workers, progress)

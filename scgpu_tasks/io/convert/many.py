@@ -77,6 +77,7 @@ def convert_if_changed(
     overwrite: bool = False,
     verify: bool = True,
     workers: int | None = None,
+    staging: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> ConvertResult | None:
     """Convert a source that has no store yet, or has changed since its store was made.
@@ -100,6 +101,7 @@ def convert_if_changed(
         overwrite=overwrite or ours,
         verify=verify,
         workers=workers,
+        staging=None if staging is None else Path(staging),
         progress=progress,
     )
     if ours:

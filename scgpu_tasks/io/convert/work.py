@@ -42,6 +42,18 @@ class WorkFolder:
         self._lock: int | None = None
         self.notes: list[str] = []
 
+    def check(self, src: str, *, overwrite: bool) -> None:
+        """Refuse a destination that would harm the source or something else.
+
+        Raises
+        ------
+        ParameterError
+            The destination is the source, in it, or around it.
+        OutputError
+            The destination exists: without `overwrite`, or it is no store.
+        """
+        check_places(src, self.dst, overwrite=overwrite)
+
     def __enter__(self) -> Self:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -167,6 +179,10 @@ class WorkFolder:
             self.dst.rename(old)
             self.store.rename(self.dst)
         sync_folder(self.dst.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the work folder."""
         shutil.rmtree(self.root)
 
 
