@@ -19,6 +19,8 @@ class ArrayCounts:
         Bytes of files that were read for them.
     absent_chunks
         Chunks that are not stored: the fill value was written.
+    small_chunks
+        Chunks of small requests, which the host decodes because that is sooner done.
     refused_chunks
         Chunks that the GPU refused and the host decoded, by reason.
     host_requests, host_bytes
@@ -29,6 +31,7 @@ class ArrayCounts:
     gpu_bytes: int = 0
     gpu_stored_bytes: int = 0
     absent_chunks: int = 0
+    small_chunks: int = 0
     refused_chunks: Counter[str] = field(default_factory=Counter)
     host_requests: Counter[str] = field(default_factory=Counter)
     host_bytes: int = 0
@@ -39,6 +42,7 @@ class ArrayCounts:
         self.gpu_bytes += other.gpu_bytes
         self.gpu_stored_bytes += other.gpu_stored_bytes
         self.absent_chunks += other.absent_chunks
+        self.small_chunks += other.small_chunks
         self.refused_chunks.update(other.refused_chunks)
         self.host_requests.update(other.host_requests)
         self.host_bytes += other.host_bytes

@@ -2,8 +2,9 @@
 
 For every batch of chunks: KvikIO reads their extents into device memory; one upload brings
 pointers, sizes and walks; then on one stream the frames are checked, decoded by nvCOMP, judged,
-and scattered where they are not wanted whole. The next batch is read meanwhile: the host waits
-only for files and for verdicts.
+and scattered where they are not wanted whole. The next batch is read meanwhile, and decoded on
+a stream of its own: the host waits only for files and for verdicts. A request of a few chunks
+is decoded on the host, which takes a fraction of the decoder's latency.
 """
 
 from __future__ import annotations
@@ -36,33 +37,6 @@ VERDICTS = {
 _TO_DEVICE, _TO_HOST = 1, 2
 _THREADS = 256
 _IN_FLIGHT = 256  # extents that are read at the same time; each may be a file of its own
-
-
-def mark(target: Any) -> Any:
-    """Record on the current stream that ``target`` may be written from here on.
-
-    Whoever allocated it did so on a stream; work that still runs there may use the same
-    memory until this event.
-    """
-    cp = scratch._cupy()
-    with cp.cuda.Device(target.device.id):
-        event = cp.cuda.Event(disable_timing=True)
-        cp.cuda.get_current_stream().record(event)
-    return event
-
-
-def upload(host: NDArray[Any], target: Any, ready: Any) -> None:
-    """Copy a host array into ``target``, and return when it is there."""
-    cp = scratch._cupy()
-    with cp.cuda.Device(target.device.id):
-        stream = cp.cuda.Stream(non_blocking=True)
-        stream.wait_event(ready)
-        with stream:
-            if target.flags.c_contiguous or target.flags.f_contiguous:
-                target.set(host)
-            else:
-                target[...] = cp.asarray(host)
-        stream.synchronize()
 
 
 def execute(
@@ -109,9 +83,12 @@ def execute(
             # Chunks lie at any byte of a shard.
             msg = f"a decoder that takes chunks only at multiples of {step} bytes"
             raise UnsupportedRequestError(msg)
-        with open_request(scratch.open_file) as request, pool.borrow() as reader, reader.stream:
-            reader.stream.wait_event(ready)
-            counts = _Run(request, target, reader, pool.batch_bytes).run(strict=strict)
+        with open_request(scratch.open_file) as request, pool.borrow() as reader:
+            for slot in reader.slots:
+                slot.stream.wait_event(ready)
+            # What is allocated below belongs to the first slot's stream.
+            with reader.slots[0].stream:
+                counts = _Run(request, target, reader, pool.batch_bytes).run(strict=strict)
         return request, counts
 
 
@@ -125,47 +102,83 @@ class _Run:
         self.counts = ArrayCounts()
         self.refused: list[tuple[Jobs, NDArray[np.uint8]]] = []
         most = max(1, batch_bytes // self.layout.chunk_nbytes)
-        self.batches = cut_batches(len(self.plan.present), min(most, scratch.BATCH_CHUNKS))
+        most = min(most, scratch.settings().batch_chunks)
+        self.batches = cut_batches(len(self.plan.present), most)
         self.tables = self._upload_tables()
         self.fill = _fill_words(self.layout)
 
     def run(self, *, strict: bool) -> ArrayCounts:
         """Read all batches, then what the GPU refused."""
         self._fill_absent()
-        waiting: list[tuple[Slot, Jobs] | None] = [None, None]
-        for i, batch in enumerate(self.batches):
-            slot, jobs = self.reader.slots[i % 2], self.plan.present.take(batch)
-            self._collect(waiting[i % 2])
-            waiting[i % 2] = None
-            extents = find_extents(jobs, self.request.file_sizes)
-            self._read(extents, slot)
-            self._launch(jobs, extents, slot)
-            waiting[i % 2] = (slot, jobs)
-        for pending in (waiting[len(self.batches) % 2], waiting[1 - len(self.batches) % 2]):
-            self._collect(pending)
+        n = len(self.plan.present)
+        if self.layout.zstd and n <= scratch.settings().small_request:
+            self._read_small()
+        else:
+            self._read_batches()
         if self.refused:
             self._decode_refused(strict=strict)
-        self.reader.stream.synchronize()
+        self.reader.synchronize()
         self.counts.absent_chunks = len(self.plan.absent)
         self.counts.gpu_bytes = self.counts.gpu_chunks * self.layout.chunk_nbytes
         return self.counts
 
+    def _read_batches(self) -> None:
+        slots = self.reader.slots
+        waiting: list[tuple[Slot, Jobs] | None] = [None] * len(slots)
+        for i, batch in enumerate(self.batches):
+            which = i % len(slots)
+            slot, jobs = slots[which], self.plan.present.take(batch)
+            self._collect(waiting[which])
+            waiting[which] = None
+            extents = find_extents(jobs, self.request.file_sizes)
+            self._read(extents, slot)
+            self._launch(jobs, extents, slot)
+            waiting[which] = (slot, jobs)
+        for pending in waiting:
+            self._collect(pending)
+
+    def _read_small(self) -> None:
+        """Read and decode a few chunks on the host, copy them once, and place them there."""
+        jobs, nbytes = self.plan.present, self.layout.chunk_nbytes
+        n, slot = len(jobs), self.reader.slots[0]
+        if n == 0:
+            return
+        walk = np.ascontiguousarray(jobs.walk)
+        room = n * nbytes + 7 & ~7
+        pinned = slot.upload.reserve(room + walk.nbytes)
+        for row in range(n):
+            chunk = self.request.decode_on_host(jobs, row)
+            pinned[row * nbytes : (row + 1) * nbytes] = chunk
+        self.request.trim()
+        base = int(slot.decoded.reserve(room + walk.nbytes, slot.stream).data.ptr)
+        walk = walk.copy()
+        walk[:, 0] += base + np.arange(n) * nbytes
+        walk[:, 1] += self.base
+        pinned[room : room + walk.nbytes] = walk.reshape(-1).view(np.uint8)
+        scratch._cupy().cuda.runtime.memcpyAsync(
+            base, pinned.ctypes.data, room + walk.nbytes, _TO_DEVICE, slot.stream.ptr
+        )
+        self._scatter(base + room, walk)
+        self.counts.small_chunks += n
+
     def _read(self, extents: Extents, slot: Slot) -> None:
         """Read the extents into the slot's device memory, many at the same time."""
-        memory = slot.stored.reserve(extents.nbytes, self.reader.stream)
-        parts = list(extents)
+        memory = slot.stored.reserve(extents.nbytes, slot.stream)
+        parts, task = list(extents), scratch.io_task(extents.nbytes)
         for first in range(0, len(parts), _IN_FLIGHT):
-            self._read_parts(parts[first : first + _IN_FLIGHT], memory)
+            self._read_parts(parts[first : first + _IN_FLIGHT], memory, task)
             self.request.trim()
         self.counts.gpu_stored_bytes += int(extents.length.sum())
 
-    def _read_parts(self, parts: Sequence[tuple[int, int, int, int]], memory: Any) -> None:
+    def _read_parts(
+        self, parts: Sequence[tuple[int, int, int, int]], memory: Any, task: int
+    ) -> None:
         futures, errors = [], []
         try:
             for file, start, length, position in parts:
                 part = memory[position : position + length]
                 handle: Any = self.request.handle(file)
-                futures.append((handle.pread(part, length, start), file, length))
+                futures.append((handle.pread(part, length, start, task), file, length))
         finally:
             # Every read that was begun must end before the memory is used for anything else.
             for future, file, length in futures:
@@ -183,7 +196,11 @@ class _Run:
 
     def _launch(self, jobs: Jobs, extents: Extents, slot: Slot) -> None:
         """Enqueue checks, decoding, verdicts and placing of one batch."""
-        layout, n, stream = self.layout, len(jobs), self.reader.stream
+        with slot.stream:
+            self._enqueue(jobs, extents, slot)
+
+    def _enqueue(self, jobs: Jobs, extents: Extents, slot: Slot) -> None:
+        layout, n, stream = self.layout, len(jobs), slot.stream
         sources = extents.chunk_position + int(slot.stored.reserve(0, stream).data.ptr)
         sizes = jobs.size - (4 if layout.crc32c else 0)
         walk = jobs.walk.copy()
@@ -193,7 +210,7 @@ class _Run:
             partial = ~jobs.whole | (targets % self.reader.nvcomp.alignments.output != 0)
             if partial.any():
                 k = int(partial.sum())
-                room = self.reader.decoded.reserve(k * layout.chunk_nbytes, stream)
+                room = slot.decoded.reserve(k * layout.chunk_nbytes, stream)
                 targets[partial] = int(room.data.ptr) + np.arange(k) * layout.chunk_nbytes
             walk[:, 0] += targets
             walk = walk[partial]
@@ -202,9 +219,9 @@ class _Run:
             walk[:, 0] += sources
         capacity = np.full(n, layout.chunk_nbytes)
         at = self._upload([sources, sizes, capacity, targets, walk], slot, n)
-        self._check(at, n, int(jobs.size.max()))
+        self._check(at, n, int(jobs.size.max()), slot)
         if layout.zstd:
-            self._decode(at, n)
+            self._decode(at, n, slot)
         if layout.zstd or layout.crc32c:
             verdict = slot.verdict.reserve(n)
             scratch._cupy().cuda.runtime.memcpyAsync(
@@ -223,55 +240,57 @@ class _Run:
         total = sum(a.nbytes for a in flat)
         pinned = slot.upload.reserve(total)[:total].view(np.int64)
         np.concatenate(flat, out=pinned)
-        memory = slot.arrays.reserve(total + 17 * n + 64, self.reader.stream)
+        memory = slot.arrays.reserve(total + 49 * n + 64, slot.stream)
         base = int(memory.data.ptr)
         scratch._cupy().cuda.runtime.memcpyAsync(
-            base, pinned.ctypes.data, total, _TO_DEVICE, self.reader.stream.ptr
+            base, pinned.ctypes.data, total, _TO_DEVICE, slot.stream.ptr
         )
         at, position = {}, base
         for name, array in zip(names, flat, strict=True):
             at[name] = position
             position += array.nbytes
-        for name, width in (("actual", 8), ("status", 4), ("crc", 4), ("verdict", 1)):
+        for name, width in (
+            ("actual", 8),
+            ("lanes", 32),
+            ("status", 4),
+            ("crc", 4),
+            ("verdict", 1),
+        ):
             at[name] = position
             position += width * n
         return at
 
-    def _check(self, at: dict[str, int], n: int, max_stored: int) -> None:
+    def _check(self, at: dict[str, int], n: int, max_stored: int, slot: Slot) -> None:
         """Enqueue what can be known of the stored bytes before they are decoded."""
         layout, reader = self.layout, self.reader
         crc = at["crc"] if layout.crc32c else 0
         if layout.crc32c:
             reader.nvcomp.crc32c(
-                at["source"], at["size"], n, max_stored, at["crc"], reader.stream.ptr
+                at["source"], at["size"], n, max_stored, at["crc"], slot.stream.ptr
             )
         pointers = tuple(np.uint64(p) for p in (at["source"], at["size"], at["verdict"], crc))
-        grid = (-(-n // 32),)
         if layout.zstd:
             spare = np.uint64(reader.spare.data.ptr), np.uint64(reader.spare.nbytes)
             content = np.uint64(layout.chunk_nbytes)
-            reader.kernels.check_frames(grid, (32,), (*pointers, np.uint32(n), content, *spare))
+            # Every frame takes a course of its own: threads of one warp would wait for each
+            # other.
+            reader.kernels.check_frames((n,), (1,), (*pointers, np.uint32(n), content, *spare))
         elif layout.crc32c:
-            reader.kernels.check_crcs(grid, (32,), (*pointers, np.uint32(n)))
+            reader.kernels.check_crcs((-(-n // 32),), (32,), (*pointers, np.uint32(n)))
 
-    def _decode(self, at: dict[str, int], n: int) -> None:
+    def _decode(self, at: dict[str, int], n: int, slot: Slot) -> None:
         layout, reader = self.layout, self.reader
-        nbytes = reader.nvcomp.decode_temp_nbytes(n, layout.chunk_nbytes, reader.stream.ptr)
-        temp = reader.temp.reserve(max(nbytes, 8), reader.stream)
+        nbytes = reader.nvcomp.decode_temp_nbytes(n, layout.chunk_nbytes, slot.stream.ptr)
+        temp = slot.temp.reserve(max(nbytes, 8), slot.stream)
         reader.nvcomp.decode(
             at["source"], at["size"], at["capacity"], at["actual"], n, int(temp.data.ptr),
-            nbytes, at["target"], at["status"], reader.stream.ptr,
+            nbytes, at["target"], at["status"], slot.stream.ptr,
         )  # fmt: skip
-        names = ("source", "size", "target", "actual", "status", "verdict")
-        reader.kernels.judge(
-            (-(-n // 32),),
-            (32,),
-            (
-                *(np.uint64(at[name]) for name in names),
-                np.uint32(n),
-                np.uint64(layout.chunk_nbytes),
-            ),
-        )
+        count, content = np.uint32(n), np.uint64(layout.chunk_nbytes)
+        names = ("source", "size", "target", "actual", "status", "verdict", "lanes")
+        pointers = tuple(np.uint64(at[name]) for name in names)
+        reader.kernels.hash_lanes((-(-n // 8),), (32,), (*pointers[2:], count, content))
+        reader.kernels.judge((-(-n // 32),), (32,), (*pointers, count, content))
 
     def _scatter(self, address: int, walk: NDArray[np.int64]) -> None:
         """Enqueue the moves of all jobs at this address; ``walk`` is their host copy."""
@@ -296,7 +315,10 @@ class _Run:
         if len(self.plan.source_table) == 0:
             return None, None
         cp = scratch._cupy()
-        return cp.asarray(self.plan.source_table), cp.asarray(self.plan.target_table)
+        tables = cp.asarray(self.plan.source_table), cp.asarray(self.plan.target_table)
+        # Both slots read them.
+        self.reader.slots[0].stream.synchronize()
+        return tables
 
     def _fill_absent(self) -> None:
         """Enqueue the fill value for all chunks that are not stored."""
@@ -311,7 +333,7 @@ class _Run:
         jobs = scratch._cupy().asarray(np.ascontiguousarray(walk))
         self._scatter(int(jobs.data.ptr), walk)
         # Both the jobs and what they point at may go when this returns.
-        self.reader.stream.synchronize()
+        self.reader.slots[0].stream.synchronize()
 
     def _collect(self, pending: tuple[Slot, Jobs] | None) -> None:
         """Wait for a batch, and note the chunks that the GPU refused."""

@@ -54,9 +54,10 @@ class KvikioCodecPipeline(CodecPipeline):
 
     It serves requests whose output buffer is on a GPU, such as those made with
     ``prototype=zarr.core.buffer.gpu.buffer_prototype``: KvikIO reads the stored bytes into
-    device memory, and nvCOMP decodes them there. What it cannot decode is decoded on the host
-    by the fallback pipeline and copied once. Host buffers and writes go to the fallback
-    pipeline as they are.
+    device memory, and nvCOMP decodes them there. A few chunks are decoded on the host, sooner
+    than nvCOMP would; see :class:`~scgpu_tasks.io.settings.ReadSettings`. What the GPU cannot
+    decode is decoded on the host by the fallback pipeline and copied once. Host buffers and
+    writes go to the fallback pipeline as they are.
 
     Parameters
     ----------
@@ -70,12 +71,18 @@ class KvikioCodecPipeline(CodecPipeline):
     Raises
     ------
     CorruptChunkError
-        On reading, where stored bytes do not decode to what the metadata promises. Damage
-        inside a zstd frame that has no checksum can decode to other numbers, as it does on
-        the host; write with ``ZstdCodec(checksum=True)``, or a crc32c codec after zstd, to
-        have all damage found.
+        On reading, where stored bytes do not decode to what the metadata promises.
     FormatError
         On reading in strict mode, where the GPU cannot decode.
+
+    Notes
+    -----
+    Chunks of ``ZstdCodec(checksum=True)``, which :func:`~scgpu_tasks.io.convert_zarr` writes,
+    and chunks with a crc32c codec are verified on the GPU: what is read is what was written, or
+    an error. Without either, all that a frame says about itself is checked, but not whether its
+    entropy-coded streams end where they should, as nvCOMP does not tell: damage inside those
+    bytes can decode to other numbers, within that chunk, where the host's library often finds
+    it. Raw chunks without crc32c hold whatever the disk returns, here as on the host.
     """
 
     metadata: ArrayMetadata
@@ -210,7 +217,7 @@ class KvikioCodecPipeline(CodecPipeline):
         return on_gpu(target)
 
     def _mark(self, target: Any) -> Any:
-        from scgpu_tasks.io.decode import mark
+        from scgpu_tasks.io.handover import mark
 
         return mark(target)
 
@@ -293,7 +300,7 @@ class KvikioCodecPipeline(CodecPipeline):
         return results
 
     def _upload(self, host: Any, target: Any, ready: Any) -> None:
-        from scgpu_tasks.io.decode import upload
+        from scgpu_tasks.io.handover import upload
 
         upload(host, target, ready)
 

@@ -179,7 +179,7 @@ class Request:
             raise CorruptChunkError(msg, **self.files[number].place)
         return raw
 
-    def decode_on_host(self, jobs: Jobs, row: int, why: str) -> NDArray[np.uint8]:
+    def decode_on_host(self, jobs: Jobs, row: int, why: str = "") -> NDArray[np.uint8]:
         """Decode one chunk with zstd's own library.
 
         Parameters
@@ -187,7 +187,7 @@ class Request:
         jobs, row
             The chunk.
         why
-            Why the GPU refused it, for the message.
+            Why the GPU refused it, for the message; empty where it was not asked.
 
         Raises
         ------
@@ -198,7 +198,8 @@ class Request:
         try:
             return decode_chunk(raw, self.layout)
         except (ValueError, RuntimeError, MemoryError) as error:
-            msg = f"a chunk cannot be decoded ({why}; {error}); write it again from the source"
+            found = f"{why}; {error}" if why else error
+            msg = f"a chunk cannot be decoded ({found}); write it again from the source"
             raise self.corrupt(jobs, row, msg) from error
 
     def corrupt(self, jobs: Jobs, row: int, message: str) -> CorruptChunkError:

@@ -1,8 +1,8 @@
 """Streams and scratch memory of GPU reads: pooled, bounded, reused, and freed on request.
 
 A read borrows one :class:`Reader` from the pool of its device. There are a fixed number of
-readers a device, and what each may allocate is limited, so that scratch never takes more than
-a quarter of the device, however many threads read.
+readers a device, and what each may allocate is limited, so that scratch stays bounded however
+many threads read; :class:`~scgpu_tasks.io.settings.ReadSettings` states the bound.
 """
 
 from __future__ import annotations
@@ -21,25 +21,14 @@ from numpy.typing import NDArray
 
 from scgpu_tasks.errors import MissingPackageError
 from scgpu_tasks.io import nvcomp
+from scgpu_tasks.io.settings import ReadSettings
 
-READERS = 8
-"""Reads that run at the same time on one device; more wait for their turn."""
+SLOTS = 2
+"""Batches of one read that are in flight: one is read while one is decoded."""
 
-SCRATCH_SHARE = 0.25
-"""Largest part of a device's memory that all its readers together hold."""
-
-BATCH_BYTES = 512 * 2**20
-"""Decoded bytes of one decoder call, where the scratch allows it; 2,048 chunks of 256 KiB."""
-
-BATCH_CHUNKS = 16_384
-"""Most chunks of one decoder call."""
-
-# A batch takes its stored bytes twice (one batch is read while one is decoded), nvCOMP's
-# scratch, measured as 3.1 times the output, and the chunks that are not wanted whole.
-_SCRATCH_PER_BYTE = 2 + 3.1 + 1
-
-KVIKIO_SETTINGS = {"task_size": 16 * 2**20, "bounce_buffer_size": 16 * 2**20}
-"""Measured best on an H200; the number of threads follows from the machine."""
+# A slot holds the stored bytes, nvCOMP's scratch, measured as 3.1 times the output, and the
+# chunks that are not wanted whole.
+_SCRATCH_PER_BYTE = 1 + 3.1 + 1
 
 _ENVIRONMENT = {
     "num_threads": ("KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"),
@@ -50,6 +39,7 @@ _ENVIRONMENT = {
 _PIP = "pip install 'scgpu-tasks[cu13]' (or [cu12] for CUDA 12)"
 
 _MIB = 2**20
+_PAGE = 4096
 
 # A sound frame that holds these eight bytes raw; it stands in for frames that are not.
 SPARE_FRAME = b"\x28\xb5\x2f\xfd\x20\x08\x41\x00\x00" + b"replaced"
@@ -94,12 +84,22 @@ def _kvikio() -> Any:
     except ImportError as error:
         msg = f"reading by GPU needs KvikIO: {_PIP}"
         raise MissingPackageError(msg) from error
-    wanted = {"num_threads": io_threads(), **KVIKIO_SETTINGS}
-    for name, value in wanted.items():
-        # Whoever set KvikIO up by its environment keeps that.
-        if not any(key in os.environ for key in _ENVIRONMENT[name]):
-            kvikio.defaults.set(name, value)
+    _set_up(kvikio, _settings)
     return kvikio
+
+
+def _set_up(kvikio: Any, settings: ReadSettings) -> None:
+    wanted = {
+        "num_threads": settings.io_threads or io_threads(),
+        "task_size": settings.io_task_bytes,
+        "bounce_buffer_size": settings.io_task_bytes,
+    }
+    for name, value in wanted.items():
+        # Whoever set KvikIO up by its environment keeps that. Setting what is set already
+        # would start all its threads anew.
+        fixed = any(key in os.environ for key in _ENVIRONMENT[name])
+        if not fixed and kvikio.defaults.get(name) != value:
+            kvikio.defaults.set(name, value)
 
 
 def io_threads() -> int:
@@ -108,9 +108,38 @@ def io_threads() -> int:
     return max(4, min(16, cores // max(1, _cupy().cuda.runtime.getDeviceCount())))
 
 
+_settings = ReadSettings()
+
+
+def settings() -> ReadSettings:
+    """Return the settings of this process."""
+    return _settings
+
+
+def configure(changed: ReadSettings) -> ReadSettings:
+    """Read with other settings from here on, in this process; no read may be running.
+
+    Returns
+    -------
+    The settings before.
+    """
+    global _settings
+    before, _settings = _settings, changed
+    if _kvikio.cache_info().currsize:
+        _set_up(_kvikio(), changed)
+    return before
+
+
 def open_file(path: str) -> Any:
     """Open a file for KvikIO."""
     return _kvikio().CuFile(path, "r")
+
+
+def io_task(nbytes: int) -> int:
+    """Return how much of ``nbytes`` one thread of KvikIO reads in one go."""
+    wanted = settings()
+    share = -(-nbytes // int(_kvikio().defaults.get("num_threads")) // _PAGE) * _PAGE
+    return max(min(wanted.io_least_bytes, wanted.io_task_bytes), min(share, wanted.io_task_bytes))
 
 
 class DeviceBuffer:
@@ -162,14 +191,25 @@ class PinnedBuffer:
 
 
 class Slot:
-    """Buffers of one batch in flight; a reader has two, so that reading overlaps decoding."""
+    """Stream and buffers of one batch in flight."""
 
     def __init__(self) -> None:
+        cp = _cupy()
+        # Streams of their own: a decoder call takes as long for few chunks as for many, so
+        # that two calls at the same time cost little more than one.
+        self.stream = cp.cuda.Stream(non_blocking=True)
         self.stored = DeviceBuffer()
         self.arrays = DeviceBuffer()
+        self.temp = DeviceBuffer()
+        self.decoded = DeviceBuffer()
         self.upload = PinnedBuffer()
         self.verdict = PinnedBuffer()
-        self.done = _cupy().cuda.Event(block=True, disable_timing=True)
+        self.done = cp.cuda.Event(block=True, disable_timing=True)
+
+    @property
+    def buffers(self) -> tuple[DeviceBuffer, ...]:
+        """What it holds on the device."""
+        return self.stored, self.arrays, self.temp, self.decoded
 
 
 @dataclass
@@ -178,6 +218,7 @@ class Kernels:
 
     check_frames: Any
     check_crcs: Any
+    hash_lanes: Any
     judge: Any
     scatter: Any
 
@@ -188,7 +229,7 @@ def kernel_source() -> str:
 
 
 class Reader:
-    """What one read uses on its device: a stream, two slots, scratch, kernels.
+    """What one read uses on its device: two slots, kernels, the decoder.
 
     Parameters
     ----------
@@ -199,36 +240,33 @@ class Reader:
     def __init__(self, device: int) -> None:
         cp = _cupy()
         self.device = device
-        self.stream = cp.cuda.Stream(non_blocking=True)
-        self.slots = (Slot(), Slot())
-        self.temp = DeviceBuffer()
-        self.decoded = DeviceBuffer()
+        self.slots = tuple(Slot() for _ in range(SLOTS))
         self.kernels = _kernels(device)
         self.nvcomp = nvcomp.load()
         self.spare = cp.array(np.frombuffer(SPARE_FRAME, dtype=np.uint8))
         cp.cuda.get_current_stream().synchronize()
 
-    def free(self) -> None:
-        """Give all memory back; the stream must be idle."""
+    def synchronize(self) -> None:
+        """Wait until its streams are idle."""
         for slot in self.slots:
-            slot.stored.free()
-            slot.arrays.free()
-        self.temp.free()
-        self.decoded.free()
+            slot.stream.synchronize()
+
+    def free(self) -> None:
+        """Give all memory back; the streams must be idle."""
+        for slot in self.slots:
+            for buffer in slot.buffers:
+                buffer.free()
 
     @property
     def nbytes(self) -> int:
         """Device memory held."""
-        buffers = [self.temp, self.decoded]
-        for slot in self.slots:
-            buffers += [slot.stored, slot.arrays]
-        return sum(b.nbytes for b in buffers)
+        return sum(buffer.nbytes for slot in self.slots for buffer in slot.buffers)
 
 
 @cache
 def _kernels(device: int) -> Kernels:  # noqa: ARG001  a module is loaded once a device
     module = _cupy().RawModule(code=kernel_source(), options=("-std=c++17",))
-    names = ("check_frames", "check_crcs", "judge", "scatter")
+    names = ("check_frames", "check_crcs", "hash_lanes", "judge", "scatter")
     return Kernels(*(module.get_function(name) for name in names))
 
 
@@ -239,15 +277,20 @@ class _Pool:
         self.device = device
         self._free: list[Reader] = []
         self._lock = threading.Lock()
-        self._turn = threading.BoundedSemaphore(READERS)
-        total = _cupy().cuda.runtime.memGetInfo()[1]
-        self.batch_bytes = int(
-            min(BATCH_BYTES, SCRATCH_SHARE * total / READERS / _SCRATCH_PER_BYTE)
-        )
+        self._readers = settings().readers
+        self._turn = threading.BoundedSemaphore(self._readers)
+        self._total = _cupy().cuda.runtime.memGetInfo()[1]
+
+    @property
+    def batch_bytes(self) -> int:
+        """Most decoded bytes of a batch, so that all scratch stays within its share."""
+        share = settings().scratch_share * self._total
+        most = share / (self._readers * SLOTS * _SCRATCH_PER_BYTE)
+        return int(min(settings().batch_bytes, most))
 
     @contextmanager
     def borrow(self) -> Iterator[Reader]:
-        """Wait for a turn, and lend a reader; its stream is idle when it comes back."""
+        """Wait for a turn, and lend a reader; its streams are idle when it comes back."""
         cp = _cupy()
         with self._turn:
             with self._lock:
@@ -262,7 +305,7 @@ class _Pool:
                 # Nothing may still write into the caller's output, or into scratch that the
                 # next read uses, also after an error. After a CUDA error the reader is lost.
                 try:
-                    reader.stream.synchronize()
+                    reader.synchronize()
                 except cp.cuda.runtime.CUDARuntimeError:
                     if sound:
                         raise

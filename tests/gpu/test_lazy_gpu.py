@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from zarr.codecs import BloscCodec, ZstdCodec
 
 from scgpu_tasks.datasets import write_synthetic
 from scgpu_tasks.errors import CorruptChunkError, DataError, FormatError
+from scgpu_tasks.io import scratch
 from scgpu_tasks.io.counters import read_statistics, reset_statistics
 from scgpu_tasks.io.lazy import read_lazy
 from scgpu_tasks.io.rows import open_rows
+from scgpu_tasks.io.settings import ReadSettings
 from tests.gpu.read_helpers import gpu_missing
 from tests.io.stores import sample, write, write_csr
 
@@ -25,8 +29,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(gpu_missing()), reason=gp
 
 
 @pytest.fixture(autouse=True)
-def _fresh_counts() -> None:
+def _all_on_the_gpu() -> Iterator[None]:
     reset_statistics()
+    before = scratch.configure(replace(scratch.settings(), small_request=0))
+    yield
+    scratch.configure(before)
+
+
+def test_single_rows_are_read_as_blocks_are(small_store: Path) -> None:
+    scratch.configure(ReadSettings())
+    on_gpu, on_host = (open_rows(small_store, device=d) for d in ("gpu", "cpu"))
+    for start, stop in ((0, 1), (700, 703), (1499, 1500)):
+        found = on_gpu.read(start, stop).to_matrix()
+        assert_same_csr(found, on_host.read(start, stop).to_matrix())
+    assert all(counts["small_chunks"] for counts in read_statistics().values())
 
 
 def assert_same_csr(found: Any, expected: Any) -> None:
@@ -174,12 +190,12 @@ def test_auto_cuts_large_stores_into_few_blocks_a_gpu(tmp_path: Path) -> None:
 
     from scgpu_tasks.io.rows import GPU_BLOCKS_PER_DEVICE, ROWS_PER_BLOCK
 
-    n_obs = GPU_BLOCKS_PER_DEVICE * ROWS_PER_BLOCK * 2
+    n_blocks = GPU_BLOCKS_PER_DEVICE * cupy.cuda.runtime.getDeviceCount()
+    n_obs = n_blocks * ROWS_PER_BLOCK * 3 // 2
     store = write_synthetic(tmp_path / "a.zarr", n_obs, 40, nnz_per_cell=2)
-    rows = open_rows(store, device="gpu")
-    n_gpus = cupy.cuda.runtime.getDeviceCount()
-    assert rows.n_blocks <= GPU_BLOCKS_PER_DEVICE * max(n_gpus, 2)
-    assert open_rows(store, device="gpu", max_bytes=1_000_000).n_blocks > rows.n_blocks
+    assert open_rows(store, device="gpu").n_blocks == n_blocks
+    assert open_rows(store, device="cpu").n_blocks == n_blocks * 3 // 2 + n_blocks * 3 % 2
+    assert open_rows(store, device="gpu", max_bytes=50_000).n_blocks > n_blocks
 
 
 @pytest.mark.parametrize("streams", ["default", "own"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(gpu_missing()), reason=gp
 
 
 @pytest.fixture(autouse=True)
-def _fresh_counts() -> None:
+def _all_on_the_gpu() -> Iterator[None]:
     reset_statistics()
+    before = scratch.configure(replace(scratch.settings(), small_request=0))
+    yield
+    scratch.configure(before)
 
 
 def counts() -> dict[str, Any]:
@@ -71,26 +76,49 @@ def test_whole_array_of_every_dtype_and_codec_is_decoded_by_the_gpu(
         assert not found["host_requests"]
 
 
-def test_ten_thousand_random_selections_of_random_arrays(tmp_path: Path) -> None:
-    done = 0
-    for seed in range(100):
+@pytest.mark.parametrize("small_request", [0, 16])
+def test_ten_thousand_random_selections_of_random_arrays(
+    tmp_path: Path, small_request: int
+) -> None:
+    scratch.configure(replace(scratch.settings(), small_request=small_request))
+
+    def some(seed: int) -> int:
         draw = seeded(seed)
         case = draw_case(draw, tmp_path / f"a{seed}")
         array = open_gpu(case.path, case.order, strict=True)
-        for i in range(100):
+        for i in range(50):
             kind, selection = draw_selection(draw, case.values.shape)
             want = expect(case.values, kind, selection)
             assert reads_as(array, kind, selection, want), (seed, i, kind, selection)
-            done += 1
-    assert done == 10_000
-    assert not any(found["host_requests"] for found in read_statistics().values())
+        return 50
+
+    # Most of the time goes by waiting for the decoder.
+    with ThreadPoolExecutor(4) as pool:
+        seeds = range(100) if small_request else range(100, 200)
+        assert sum(pool.map(some, seeds)) == 5_000
+    found = read_statistics().values()
+    assert not any(f["host_requests"] for f in found)
+    assert any(f["small_chunks"] for f in found) == bool(small_request)
 
 
-def test_large_chunks_in_many_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_chunks_are_decoded_on_the_host_and_many_by_the_gpu(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).poisson(1.0, 60_000).astype("f4")
+    array = open_gpu(write(tmp_path / "a", values, chunks=(1_000,)), strict=True)
+    scratch.configure(replace(scratch.settings(), small_request=16))
+    for start, stop in ((5, 6), (999, 15_001), (7, 44_000), (0, 60_000)):
+        reset_statistics()
+        assert reads_as(array, "basic", (slice(start, stop),), values[start:stop])
+        n = (stop - 1) // 1_000 - start // 1_000 + 1
+        found = counts()
+        assert found["small_chunks"] == (n if n <= 16 else 0)
+        assert found["gpu_chunks"] == (n if n > 16 else 0)
+
+
+def test_large_chunks_in_many_batches(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     values = rng.poisson(1.0, 5_000_000).astype("f4")
     path = write(tmp_path / "a", values, chunks=(65_536,), shards=(65_536 * 16,))
-    monkeypatch.setattr(scratch, "BATCH_CHUNKS", 5)
+    scratch.configure(replace(scratch.settings(), batch_chunks=5))
     array = open_gpu(path, strict=True)
     assert reads_as(array, "basic", (slice(None),), values)
     assert reads_as(array, "basic", (slice(1_000_001, 4_321_987),), values[1_000_001:4_321_987])

@@ -33,7 +33,8 @@ _DRIVER = """
 _ARGUMENTS = {
     "check_frames": "QQQQIQQQ",
     "check_crcs": "QQQQI",
-    "judge": "QQQQQQIQ",
+    "hash_lanes": "QQQQQIQ",
+    "judge": "QQQQQQQIQ",
     "scatter": "QIIQQIQQ",
 }
 _C = {"Q": ("u64", ctypes.c_uint64), "I": ("u32", ctypes.c_uint32)}

@@ -165,12 +165,10 @@ def judge(
         np.array([status], np.uint32),
         out,
     ]
-    kernels.run(
-        "judge",
-        (1,),
-        (32,),
-        (*(address(a) for a in arrays), np.uint32(1), np.uint64(decoded.size)),
-    )
+    lanes, tail = np.zeros(4, np.uint64), (np.uint32(1), np.uint64(decoded.size))
+    at = [*(address(a) for a in arrays), address(lanes)]
+    kernels.run("hash_lanes", (1,), (32,), (*at[2:], *tail))
+    kernels.run("judge", (1,), (32,), (*at, *tail))
     return int(out[0])
 
 
