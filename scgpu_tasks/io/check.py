@@ -302,6 +302,9 @@ def _findings(
         yield Finding(where, f"no shards: {report.files:,} files", _CONVERT)
     if nbytes // max(report.files, 1) < low and report.files > _FEW_FILES and layout.sharded:
         yield Finding(where, f"{report.files:,} small shards", _CONVERT)
+    if not layout.checksum:
+        what = "chunks have no checksum: not all damage to them would be found"
+        yield Finding(where, what, _CONVERT, slow=False)
 
 
 _CHUNKS_BEST = f"{CHUNK_BYTES // 1024} KiB"

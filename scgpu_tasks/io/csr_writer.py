@@ -123,7 +123,7 @@ class _Appender:
             dtype=dtype,
             chunks=(chunk,),
             shards=(chunk * per_shard,),
-            compressors=ZstdCodec(level=level),
+            compressors=ZstdCodec(level=level, checksum=True),
             fill_value=0,
             # A chunk that is missing must always mean damage.
             config={"write_empty_chunks": True},

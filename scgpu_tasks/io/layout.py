@@ -76,6 +76,8 @@ class ArrayLayout:
         Whether the CRC-32C of its stored bytes follows every chunk.
     fill_value
         What a chunk that is not stored holds.
+    checksum
+        Whether all damage to a chunk is found: by the hash that ends a zstd frame, or crc32c.
     """
 
     dtype: np.dtype[Any]
@@ -86,6 +88,7 @@ class ArrayLayout:
     zstd: bool
     crc32c: bool
     fill_value: Any
+    checksum: bool = False
 
     @cached_property
     def ndim(self) -> int:
@@ -167,6 +170,7 @@ def analyse_array(metadata: Any) -> ArrayLayout | Refusal:
         zstd=chain[0],
         crc32c=chain[1],
         fill_value=metadata.data_type.default_scalar() if fill is None else fill,
+        checksum=chain[1] or any(isinstance(c, ZstdCodec) and c.checksum for c in codecs),
     )
     if layout.chunk_nbytes > MAX_CHUNK_BYTES:
         return Refusal("chunks of 2 GiB or more")
