@@ -5,6 +5,7 @@ from __future__ import annotations
 import lzma
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -51,6 +52,8 @@ REWRITE = "write the store again from its source, or restore this file from a co
 
 Stat = tuple[int, int, int]
 _MAX_KNOWN_SHARDS = 4096
+_LONG = 2**22
+"""Values of two arrays that are worth a second thread."""
 
 
 def attach_pipeline(array: zarr.Array[Any], pipeline: CodecPipeline) -> zarr.Array[Any]:
@@ -208,6 +211,29 @@ class RowArray:
 
             return cupy.asarray(values)
         return values
+
+    def read_with(self, other: RowArray, start: int, stop: int) -> tuple[Any, Any]:
+        """Read rows ``start:stop`` of this array and of another, on a GPU at the same time.
+
+        Raises
+        ------
+        CorruptChunkError, StoreError
+            As `read`; this array's error where both fail.
+        """
+        if not (self._to_gpu and other._to_gpu and stop - start >= _LONG):
+            return self.read(start, stop), other.read(start, stop)
+        import cupy
+
+        # Memory belongs to the stream of the thread that asks for it, as in `read`.
+        device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
+
+        def read_other() -> Any:
+            with device, stream:
+                return other.read(start, stop)
+
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(read_other)
+            return self.read(start, stop), second.result()
 
     def _read_host(self, start: int, stop: int) -> NDArray[Any]:
         # zarr would allocate in the order of the metadata, and zarrs fills C order only.

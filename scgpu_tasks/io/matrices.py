@@ -173,8 +173,8 @@ class CSRElement:
             if np.diff(np.clip(indptr, a - low, b - low)).max() > 1:
                 msg = f"the file is missing; {REWRITE}"
                 raise self._indices.corrupt(msg, key)
-        data = self._data.read(low, high).astype(self.dtype, copy=False)
-        indices = self._indices.read(low, high)
+        data, indices = self._data.read_with(self._indices, low, high)
+        data = data.astype(self.dtype, copy=False)
         self._check_indices(indices, indptr, start)
         stored += data_visit.stored_bytes + index_visit.stored_bytes
         if self._data.device == "gpu":
