@@ -138,8 +138,9 @@ def open_file(path: str) -> Any:
 def io_task(nbytes: int) -> int:
     """Return how much of ``nbytes`` one thread of KvikIO reads in one go."""
     wanted = settings()
-    share = -(-nbytes // int(_kvikio().defaults.get("num_threads")) // _PAGE) * _PAGE
-    return max(min(wanted.io_least_bytes, wanted.io_task_bytes), min(share, wanted.io_task_bytes))
+    threads = int(_kvikio().defaults.get("num_threads"))
+    share = -(-nbytes // (threads * _PAGE)) * _PAGE
+    return min(max(share, wanted.io_least_bytes), wanted.io_task_bytes)
 
 
 class DeviceBuffer:
