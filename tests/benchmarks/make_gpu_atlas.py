@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--chunks-per-shard", type=int, default=512)
     parser.add_argument("--processes", type=int, default=3, help="for each GPU")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checksum", action="store_true", help="end every frame with XXH64")
     args = parser.parse_args()
     if args.n_vars > 65_536:
         parser.error("at most 65,536 genes: indices are uint16")
@@ -169,6 +170,31 @@ def kernels() -> Any:
     return cp.RawModule(code=source, options=("-std=c++17",))
 
 
+_SEAL = """
+// End each frame with the hash of its content, and say so in its header.
+extern "C" __global__ void seal(
+    u64 frames, u64 stride, u64 size_p, u64 value_p, u64 lane_p, u32 n, u64 content) {
+  u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  u8* frame = (u8*)(frames + i * stride);
+  u64* size = (u64*)size_p + i;
+  u64 hash = finish_hash(
+      (const u64*)lane_p + 4 * (u64)i, (const u8*)((const u64*)value_p)[i], content);
+  frame[4] |= 4;
+  for (u32 k = 0; k < 4; ++k) frame[*size + k] = (u8)(hash >> (8 * k));
+  *size += 4;
+}
+"""
+
+
+def sealing_kernels() -> Any:
+    import cupy as cp
+
+    from scgpu_tasks.io.scratch import kernel_source
+
+    return cp.RawModule(code=kernel_source() + _SEAL, options=("-std=c++17",))
+
+
 def count_values(args: argparse.Namespace, rates: np.ndarray, depths: np.ndarray) -> np.ndarray:
     """Return indptr of the whole matrix."""
     import cupy as cp
@@ -213,7 +239,7 @@ def make_arrays(args: argparse.Namespace, indptr: np.ndarray) -> None:
             dtype=dtype,
             chunks=(CHUNK,),
             shards=(CHUNK * args.chunks_per_shard,),
-            compressors=ZstdCodec(level=3),
+            compressors=ZstdCodec(level=3, checksum=args.checksum),
             fill_value=0,
         )
     shard = -(-len(indptr) // 32_768) * 32_768
@@ -265,13 +291,19 @@ class ShardMaker:
         self.rates, self.depths = cp.asarray(tables["rates"]), cp.asarray(tables["depths"])
         module = kernels()
         self.fill, self.pack = module.get_function("fill_values"), module.get_function("pack")
+        if args.checksum:
+            sealing = sealing_kernels()
+            self.hash, self.seal = (
+                sealing.get_function("hash_lanes"),
+                sealing.get_function("seal"),
+            )
         n = args.chunks_per_shard
         self.values = {
             "data": cp.empty(n * CHUNK, dtype=cp.float32),
             "indices": cp.empty(n * CHUNK, dtype=cp.uint16),
         }
         room = self.nvcomp.max_encoded_nbytes(4 * CHUNK)
-        self.stride = -(-room // 16) * 16
+        self.stride = -(-(room + 4) // 16) * 16
         self.encoded = cp.empty(n * self.stride, dtype=cp.uint8)
         self.packed = cp.empty(n * self.stride, dtype=cp.uint8)
         stream = cp.cuda.get_current_stream().ptr
@@ -336,6 +368,8 @@ class ShardMaker:
         )  # fmt: skip
         if int(cp.abs(statuses).max()) != 0:
             raise RuntimeError(f"nvCOMP could not compress: {cp.unique(statuses)}")
+        if self.args.checksum:
+            self._seal(sources, encoded, n, nbytes)
         self.sizes = cp.asnumpy(encoded)
         padded = (self.sizes + np.uint64(15)) // np.uint64(16) * np.uint64(16)
         self.offsets = np.cumsum(padded, dtype=np.uint64) - padded
@@ -356,6 +390,17 @@ class ShardMaker:
             ),
         )
         cp.cuda.get_current_stream().synchronize()
+
+    def _seal(self, sources: Any, encoded: Any, n: int, nbytes: int) -> None:
+        cp = self.cp
+        lanes, good = cp.zeros(4 * n, dtype=cp.uint64), cp.ones(n, dtype=cp.uint8)
+        actual, status = cp.full(n, nbytes, dtype=cp.uint64), cp.zeros(n, dtype=cp.int32)
+        tail = (np.uint32(n), np.uint64(nbytes))
+        found = (np.uint64(a.data.ptr) for a in (sources, actual, status, good, lanes))
+        self.hash((-(-n // 8),), (32,), (*found, *tail))
+        frames = (np.uint64(self.encoded.data.ptr), np.uint64(self.stride))
+        found = (np.uint64(a.data.ptr) for a in (encoded, sources, lanes))
+        self.seal((-(-n // 32),), (32,), (*frames, *found, *tail))
 
     def _store(self, name: str, shard: int, n: int) -> None:
         index = np.full((self.args.chunks_per_shard, 2), ABSENT, dtype="<u8")
