@@ -196,8 +196,8 @@ def variable_genes(genes: pd.DataFrame) -> str | None:
     y = genes[found].to_numpy(dtype=np.float64)
     chosen = genes["highly_variable"].to_numpy(dtype=bool)
     shown = np.isfinite(x) & np.isfinite(y)
-    # seurat's means are logarithms already; the other flavours' span several decades.
-    log = bool(shown.any()) and np.nanmax(x[shown]) > 50
+    # seurat_v3 has means of counts, over several decades; the others', of logarithms.
+    log = found == "variances_norm"
     if log:
         shown &= x > 0
         x = np.log10(np.where(x > 0, x, 1))
@@ -215,6 +215,6 @@ def variable_genes(genes: pd.DataFrame) -> str | None:
             )  # fmt: skip
         draw.number_axis(ax.xaxis, power=log)
         draw.number_axis(ax.yaxis)
-        ax.set(xlabel="mean expression" if log else "mean expression (log)", ylabel=label)
+        ax.set(xlabel="mean counts" if log else "mean expression (log)", ylabel=label)
         figure.legend(loc="outside upper left", ncols=2, markerscale=2.5, handletextpad=0.2)
         return draw.to_svg(figure, "variable-genes", "Genes by mean and dispersion")

@@ -266,6 +266,18 @@ def test_a_stopped_run_is_no_failure(failed_run: dict) -> None:
     assert "failed" not in text_of(section(render(failed_run), "error"))
 
 
+def test_the_axis_of_variable_genes_says_what_the_flavour_measured(
+    html: str, finished: Finished
+) -> None:
+    assert "mean expression (log)" in section(html, "genes")
+    names = {"dispersions_norm": "variances_norm", "dispersions": "variances"}
+    genes = finished.qc.genes.rename(columns=names)
+    qc = dataclasses.replace(finished.qc, genes=genes)
+    shown = section(render(RUN, Findings(finished.obs, qc, finished.pca)), "genes")
+    assert "mean counts" in shown
+    assert "variance, standardised" in shown
+
+
 def test_mad_limits_are_shown_as_the_counts_they_mean(atlas: ad.AnnData) -> None:
     done = finish(atlas, QCSpec(mad=True, min_cells=3))
     limits = done.qc.summary["thresholds"]["mad"]["log1p_total_counts"]
