@@ -94,3 +94,17 @@ def test_a_killed_flow_leaves_no_process_and_the_next_run_clears_up_after_it(
         "pca": "computed",
     }
     assert not draft.exists()
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_qc_costs_time_and_not_the_run(
+    shell_with_server, store
+):
+    run = shell_with_server.start("--store", str(store), "--chunks=20", "--workers=2")
+    wait_for_qc(shell_with_server, run)
+    (draft,) = shell_with_server.out.glob(".work/qc/.draft-*")
+    os.kill(int(draft.name.split("-")[2]), signal.SIGKILL)
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, err
+    assert "report:" in out
+    assert shell_with_server.states()["qc"] == "computed"
+    assert shell_with_server.left_over() == []
