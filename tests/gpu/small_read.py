@@ -29,7 +29,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kinds", nargs="+", default=["read", "damage"])
     args = parser.parse_args()
+    say("imported")
     scratch.configure(replace(scratch.settings(), small_request=0, io_task_bytes=2**20))
+    scratch.require_gpu()
+    say("libraries loaded")
+    with scratch.pool_of(0).borrow():
+        say("kernels compiled")
     if "read" in args.kinds:
         reads(args.folder)
     if "damage" in args.kinds:
