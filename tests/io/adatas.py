@@ -215,5 +215,7 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
     elif isinstance(a, pd.api.extensions.ExtensionArray):
         pd.testing.assert_extension_array_equal(a, b, check_exact=True)
     else:
+        # Old files give NumPy's scalars, new ones Python's.
+        a, b = (v.item() if isinstance(v, np.generic) else v for v in (a, b))
         assert type(a) is type(b), where
         assert a == b, where
