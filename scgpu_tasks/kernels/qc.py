@@ -9,6 +9,9 @@ from typing import Any
 from scgpu_tasks.kernels._dispatch import form
 from scgpu_tasks.kernels.rows import Rows
 
+# Counts that were exported and read again may be 0.999999999999999.
+WHOLE_TOLERANCE = 1e-6
+
 
 @dataclass
 class CellMetrics:
@@ -25,8 +28,8 @@ class CellMetrics:
     top_totals
         Sum of the n largest values for each n asked for, float64, shape (cells, ns).
     invalid_row, fractional_row
-        First row with a negative, NaN or infinite value; first with one that is not a whole
-        number; -1 where there is none.
+        First row with a negative, NaN or infinite value; first with one that is not within
+        `WHOLE_TOLERANCE` of a whole number; -1 where there is none.
     """
 
     n_genes: Any

@@ -10,7 +10,7 @@ import numpy as np
 
 from scgpu_tasks.kernels.arrays import to_host
 from scgpu_tasks.kernels.moments import clipped_moments, gene_moments
-from scgpu_tasks.kernels.qc import cell_metrics
+from scgpu_tasks.kernels.qc import WHOLE_TOLERANCE, cell_metrics
 from scgpu_tasks.kernels.rows import Rows
 from scgpu_tasks.kernels.transform import Transform
 
@@ -289,7 +289,7 @@ def _first_problem(
     part = slice(int(rows.indptr[row]), int(rows.indptr[row + 1]))
     values = to_host(rows.data[part]).astype(np.float64)
     invalid = ~((values >= 0) & (values < np.inf))
-    wrong = invalid | (values != np.floor(values))
+    wrong = invalid | (np.abs(values - np.rint(values)) > WHOLE_TOLERANCE)
     at = int(np.flatnonzero(wrong)[0])
     kind = "invalid" if invalid[at] else "fractional"
     return Problem(kind, start + row, int(to_host(rows.indices[part])[at]), float(values[at]))

@@ -165,3 +165,10 @@ def test_clipped_moments():
     out = clipped_moments(make(values), group, limit)
     np.testing.assert_array_equal(out[0], [[3, 9], [0, 0], [4.5, 20.25]])
     np.testing.assert_array_equal(out[1], [[1, 1], [1.5, 2.25], [0, 0]])
+
+
+def test_counts_that_lost_their_last_digits_are_whole():
+    values = np.array([[0.999999999999999, 1448.00000000001, 2.0]])
+    found = cell_metrics(make(values, np.float64), np.zeros(3, np.uint64), 0, (1,))
+    assert found.fractional_row == -1
+    assert found.top_totals[0, 0] == 1448.00000000001

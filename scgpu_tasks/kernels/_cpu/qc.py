@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
-from scgpu_tasks.kernels.qc import CellMetrics
+from scgpu_tasks.kernels.qc import WHOLE_TOLERANCE, CellMetrics
 from scgpu_tasks.kernels.rows import Rows
 
 # Lets sums run in vector registers; whole numbers come out exact in any order. NaN and infinity
@@ -17,7 +17,7 @@ _HISTOGRAM = 4096
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def _row_sums(indptr, data, n_genes, total):
+def _row_sums(indptr, data, n_genes, total, tolerance):
     invalid_row = -1
     fractional_row = -1
     for row in range(len(indptr) - 1):
@@ -31,7 +31,7 @@ def _row_sums(indptr, data, n_genes, total):
             summed += np.float64(value)
             found += np.int32(value != 0)
             invalid += np.int32(not (value >= 0 and value < np.inf))
-            fractional += np.int32(value != np.floor(value))
+            fractional += np.int32(np.abs(value - np.rint(value)) > tolerance)
         n_genes[row] = found
         total[row] = summed
         if invalid and invalid_row < 0:
@@ -42,7 +42,7 @@ def _row_sums(indptr, data, n_genes, total):
 
 
 @njit(nogil=True, cache=True)
-def _whole_row_sums(indptr, data, n_genes, total):
+def _whole_row_sums(indptr, data, n_genes, total, _tolerance):
     """`_row_sums` of whole numbers, summed as such."""
     invalid_row = -1
     for row in range(len(indptr) - 1):
@@ -137,7 +137,8 @@ def cell_metrics(
     n_genes = np.empty(rows.n_rows, np.int64)
     total = np.empty(rows.n_rows, np.float64)
     sums = _row_sums if rows.data.dtype.kind == "f" else _whole_row_sums
-    invalid, fractional = sums(rows.indptr, rows.data, n_genes, total)
+    tolerance = rows.data.dtype.type(WHOLE_TOLERANCE)
+    invalid, fractional = sums(rows.indptr, rows.data, n_genes, total, tolerance)
     set_totals = np.zeros((rows.n_rows, n_sets))
     if n_sets:
         any_set = (gene_sets != 0).astype(np.uint8)

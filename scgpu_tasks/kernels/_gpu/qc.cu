@@ -35,7 +35,7 @@ extern "C" __global__ void cell_metrics(
                 summed += x;
                 found += x != 0.0;
                 invalid |= !(x >= 0.0 && x <= LARGEST_DOUBLE);
-                fractional |= x != floor(x);
+                fractional |= fabs(x - rint(x)) > 1e-6;
                 if (n_sets > 0 && x != 0.0 && has_bit(bits, (int64)column[a])) {
                     const uint64 member = gene_sets[column[a]] >> first_set;
                     #pragma unroll
