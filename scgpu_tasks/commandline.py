@@ -17,8 +17,8 @@ from typing import Any
 from scgpu_tasks.server import prefect_api
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_TERMINATED = 128 + signal.SIGTERM
+
+_MESSAGES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 class Terminated(BaseException):
@@ -147,35 +147,53 @@ def run_flow(
     parameters = {name: value for name, value in options.items() if name != "debug"}
     debug = bool(options["debug"])
     _quiet(debug=debug)
+    came: list[int] = []
     try:
-        with _termination_raises(), contextlib.ExitStack() as stack:
-            server = stack.enter_context(prefect_api())
-            if cluster is not None:
-                _begin_cluster(stack, cluster)
-            flow = make_flow()
-            if server is not None:
-                from scgpu_tasks.tasks import unattended
-                from scgpu_tasks.warm import FLOW_MODULES, import_modules
-
-                import_modules(FLOW_MODULES)
-                server.wait()
-                stack.enter_context(unattended())
-            result = flow(**parameters)
-        show(result)
+        with _signals_raise() as came:
+            show(_run(make_flow, parameters, cluster))
     except KeyboardInterrupt:
-        _say("interrupted; run the same command again to go on after the last finished stage")
-        return EXIT_INTERRUPTED
+        came = came or [signal.SIGINT]
     except Terminated:
-        _say("terminated; run the same command again to go on after the last finished stage")
-        return EXIT_TERMINATED
+        came = came or [signal.SIGTERM]
     except Exception as error:  # noqa: BLE001 - the shell gets a message and a code
-        from scgpu_tasks.runlog import describe_error
-
-        if debug:
-            traceback.print_exc()
-        _say(f"error: {describe_error(error)}")
-        return EXIT_FAILED
+        if not came:
+            return _report(error, debug=debug)
+    if came:
+        _say(
+            f"{_MESSAGES[came[0]]}; run the same command again to go on after the last "
+            "finished stage"
+        )
+        return 128 + came[0]
     return 0
+
+
+def _run(
+    make_flow: Callable[[], Any],
+    parameters: Mapping[str, Any],
+    cluster: Callable[[], Mapping[str, Any]] | None,
+) -> Any:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(prefect_api())
+        if cluster is not None:
+            _begin_cluster(stack, cluster)
+        flow = make_flow()
+        if server is not None:
+            from scgpu_tasks.tasks import unattended
+            from scgpu_tasks.warm import FLOW_MODULES, import_modules
+
+            import_modules(FLOW_MODULES)
+            server.wait()
+            stack.enter_context(unattended())
+        return flow(**parameters)
+
+
+def _report(error: Exception, *, debug: bool) -> int:
+    from scgpu_tasks.runlog import describe_error
+
+    if debug:
+        traceback.print_exception(error)
+    _say(f"error: {describe_error(error)}")
+    return EXIT_FAILED
 
 
 def _begin_cluster(
@@ -204,15 +222,26 @@ def _quiet(*, debug: bool) -> None:
 
 
 @contextlib.contextmanager
-def _termination_raises() -> Iterator[None]:
-    def stop(*_: object) -> None:
+def _signals_raise() -> Iterator[list[int]]:
+    """Turn signals into exceptions; yields the list of those that came.
+
+    An exception that starts in the middle of somebody's serialiser may come out as another, so
+    the list counts, not the exception.
+    """
+    came: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        came.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in _MESSAGES}
     try:
-        yield
+        yield came
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def show_record(result: Mapping[str, Any]) -> None:
