@@ -117,13 +117,18 @@ def test_a_cluster_computes_on_loopback_and_its_workers_ignore_ctrl_c(client):
 def test_a_restarted_worker_is_set_up_like_the_first(client):
     (pid,) = client.run(os.getpid).values()
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while pid in client.run(os.getpid, on_error="ignore").values() or not client.nthreads():
+    deadline = time.monotonic() + 60
+    found = {}
+    while not found or found.keys() == {pid}:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    client.wait_for_workers(1, timeout=30)
-    (handler,) = client.run(lambda: signal.getsignal(signal.SIGINT) is signal.SIG_IGN).values()
-    assert handler
+        answers = client.run(pid_and_ctrl_c_is_ignored, on_error="ignore").values()
+        found = dict(answer for answer in answers if answer is not None)
+    assert list(found.values()) == [True]
+
+
+def pid_and_ctrl_c_is_ignored():
+    return os.getpid(), signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_an_adopted_scheduler_is_left_running(client):
