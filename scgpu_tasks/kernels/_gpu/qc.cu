@@ -3,6 +3,11 @@
 #define SETS 4
 #define AHEAD 4
 
+// Lowers a number that many threads lower; nearly all find it low enough.
+__device__ __forceinline__ void at_most(uint64* least, uint64 number) {
+    if (number < *(volatile uint64*)least) atomicMin(least, number);
+}
+
 // One warp per row. Sets first_set .. first_set + n_sets - 1, SETS of them at most; `sums` is 0
 // when only the sets are wanted. firsts[0] and firsts[1] become the first row with an invalid and
 // with a fractional value.
@@ -45,16 +50,18 @@ extern "C" __global__ void cell_metrics(
             }
         }
         if (sums) {
+            // No vote: where the type of the values rules a flag out, NVRTC 13.0 moves a vote on it
+            // to where lane 0 is alone, and every later exchange of the warp goes wrong.
+            if (invalid) at_most(firsts, (uint64)row);
+            if (fractional) at_most(firsts + 1, (uint64)row);
+            __syncwarp();
             summed = warp_sum(summed);
             found = warp_count(found);
-            invalid = __any_sync(ALL_LANES, invalid);
-            fractional = __any_sync(ALL_LANES, fractional);
             if (lane == 0) {
                 n_genes[row] = found;
                 total[row] = summed;
-                if (invalid) atomicMin(firsts, (uint64)row);
-                if (fractional) atomicMin(firsts + 1, (uint64)row);
             }
+            __syncwarp();
         }
         for (int s = 0; s < n_sets; s++) {
             double x = 0.0;
