@@ -179,8 +179,9 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
         names = ("X", "obs", "var", "obsm", "varm", "obsp", "varp", "layers", "uns")
         for name in names:
             assert_same(getattr(a, name), getattr(b, name), name)
-        assert (a.raw is None) == (b.raw is None)
-        if a.raw is not None:
+        # anndata does not read raw of an object without cells from zarr, whoever wrote it.
+        assert (a.raw is None) == (b.raw is None) or not a.n_obs
+        if a.raw is not None and b.raw is not None:
             for name in ("X", "var", "varm"):
                 assert_same(getattr(a.raw, name), getattr(b.raw, name), f"raw/{name}")
     elif hasattr(a, "keys") and not isinstance(a, pd.DataFrame | ak.Array):

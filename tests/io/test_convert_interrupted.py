@@ -40,7 +40,7 @@ from scgpu_tasks.io.convert import (
 
 from .test_convert_round_trip import assert_same, atlas, read, write
 
-KILLS = int(os.environ.get("SCGPU_KILLS", "8"))
+KILLS = int(os.environ.get("SCGPU_KILLS", "6"))
 SPEC = ConvertSpec(chunk_bytes=1024, shard_bytes=8 * 1024, csr=True, sum_duplicates=True)
 # Imports once, and forks a process for each line of source, target, workers.
 SCRIPT = """

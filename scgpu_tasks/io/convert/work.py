@@ -64,6 +64,9 @@ class WorkFolder:
 
     def __exit__(self, *exc: object) -> None:
         if self._lock is not None:
+            if not self._plan.exists():
+                # Nothing was begun.
+                shutil.rmtree(self.root, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
 
