@@ -315,16 +315,12 @@ def _gpu_settings(
     settings: dict[str, Any] = {
         "CUDA_VISIBLE_DEVICES": list(plan.devices),
         "rmm_allocator_external_lib_list": ["cupy"],
-        "rmm_pool_size": gpu_share,
         "device_memory_limit": None,
     }
     if managed_memory:
-        settings["rmm_managed_memory"] = True
-    else:
-        # With the asynchronous allocator these are its initial and largest size.
-        settings |= {"rmm_async": True, "rmm_maximum_pool_size": gpu_share}
-        settings["rmm_pool_size"] = min(gpu_share, 0.1)
-    return settings
+        return settings | {"rmm_managed_memory": True, "rmm_pool_size": gpu_share}
+    # The asynchronous allocator grows as needed; this is where it stops.
+    return settings | {"rmm_async": True, "rmm_maximum_pool_size": gpu_share}
 
 
 def _warn_of_busy_gpus(devices: Sequence[str]) -> None:

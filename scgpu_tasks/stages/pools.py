@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -185,7 +186,11 @@ def run_span_alone(
 
 
 def current_client(stack: contextlib.ExitStack) -> Any:
-    """Find the Dask client to use; inside a worker's task, one that gives its thread free."""
+    """Find the Dask client to use; inside a worker's task, one that gives its thread free.
+
+    A client within whose ``with`` block we are comes first, then the latest one made; one that
+    is closed, or not connected, never.
+    """
     if "distributed" not in sys.modules:
         # Nobody can have made a client.
         return None
@@ -194,8 +199,14 @@ def current_client(stack: contextlib.ExitStack) -> Any:
     try:
         get_worker()
     except ValueError:
-        try:
-            return Client.current()
-        except ValueError:
-            return None
+        return _running(Client.current) or contextvars.Context().run(_running, Client.current)
     return stack.enter_context(worker_client())
+
+
+def _running(find: Callable[[], Any]) -> Any:
+    """Find a client, if there is one that can run tasks: one that was closed may be current."""
+    try:
+        client = find()
+    except ValueError:
+        return None
+    return client if client.status == "running" else None
