@@ -28,10 +28,10 @@ def example(sparse):
             "depth": dense.sum(1),
             "count": np.arange(11),
         },
-        index=["cell{}".format(i) for i in range(11)],
+        index=[f"cell{i}" for i in range(11)],
     )
     var = pd.DataFrame(
-        {"kind": pd.Categorical(["x"] * 7)}, index=["gene{}".format(i) for i in range(7)]
+        {"kind": pd.Categorical(["x"] * 7)}, index=[f"gene{i}" for i in range(7)]
     )
     adata = ad.AnnData(sp.csr_matrix(dense) if sparse else dense, obs=obs, var=var)
     adata.obsm["X_pca"] = rng.normal(size=(11, 3))
@@ -51,7 +51,7 @@ def main(folder):
     name = "anndata-" + ad.__version__.split("+")[0]
     for kind in ("sparse", "dense"):
         adata = example(kind == "sparse")
-        path = "{}/{}-{}".format(folder, name, kind)
+        path = f"{folder}/{name}-{kind}"
         if hasattr(adata, "write_h5ad"):
             adata.write_h5ad(path + ".h5ad", compression="gzip")
         else:
