@@ -28,7 +28,7 @@ __all__ = ["Engine", "Progress", "Span", "SpanTask", "Visit", "on_gpu", "run_spa
 
 Progress = Callable[[int, int], None]
 # Spans that may be under way or wait their turn, beyond one for each thread.
-_AHEAD = 2
+_AHEAD = 1
 # Threads that feed one GPU: enough that reading, decoding and computing overlap.
 _GPU_THREADS = 4
 
@@ -147,7 +147,7 @@ class Engine:
     @property
     def passes(self) -> float:
         """How many times the matrix was read so far."""
-        return self._read / max(self.n_blocks, 1)
+        return self._read / max(self.source.shape[0], 1)
 
     @property
     def can_hold(self) -> bool:
@@ -181,7 +181,7 @@ class Engine:
 
     def _count(self, span: Span, visit: Visit) -> None:
         self.stored_bytes += visit.stored_bytes
-        self._read += visit.blocks_read
+        self._read += visit.rows_read
         self._done += span.n_blocks
         if self._progress is not None:
             self._progress(self._done, self._total)

@@ -169,7 +169,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Shape:
+    """Stands in for a Dask array, whose blocks come with the task."""
+
     shape: tuple[int, int]
+    any_rows: bool = False
 
 
 def run_span_alone(

@@ -261,9 +261,10 @@ def grouped_moments(
     transform: Transform,
 ) -> GenePart:
     """Moments of the groups that occur among the kept cells of a block."""
-    present, local = np.unique(group[keep], return_inverse=True)
-    code = np.full(rows.n_rows, -1, np.int32)
-    code[keep] = local
+    present = np.flatnonzero(np.bincount(group[keep]))
+    local = np.full(int(group.max(initial=0)) + 1, -1, np.int32)
+    local[present] = np.arange(len(present))
+    code = np.where(keep, local[group], np.int32(-1))
     kept, left_out = gene_moments(rows, code, factor, transform, len(present))
     return GenePart({int(g): kept[i] for i, g in enumerate(present)}, left_out)
 
@@ -289,7 +290,10 @@ def _first_problem(
     part = slice(int(rows.indptr[row]), int(rows.indptr[row + 1]))
     values = to_host(rows.data[part]).astype(np.float64)
     invalid = ~((values >= 0) & (values < np.inf))
-    wrong = invalid | (np.abs(values - np.rint(values)) > WHOLE_TOLERANCE)
+    with np.errstate(invalid="ignore"):
+        # Infinity less infinity; such a value is invalid already.
+        finite = np.where(invalid, 0.0, values)
+    wrong = invalid | (np.abs(finite - np.rint(finite)) > WHOLE_TOLERANCE)
     at = int(np.flatnonzero(wrong)[0])
     kind = "invalid" if invalid[at] else "fractional"
     return Problem(kind, start + row, int(to_host(rows.indices[part])[at]), float(values[at]))

@@ -63,6 +63,8 @@ class _SparseBlock:
 class DaskBlocks:
     """Row blocks of a Dask array, one for each of its chunks."""
 
+    any_rows = False
+
     def __init__(self, array: Any) -> None:
         if array.ndim != 2 or array.numblocks[1] != 1:
             msg = (

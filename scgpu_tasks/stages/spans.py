@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from scgpu_tasks.stages.sources import BlockSource, block_rows
 
 # At most about twice as many spans, however long the matrix.
 _SPANS = 64
+# Rows that a CPU reads at a time.
+_PIECE_ROWS = 10_000
 # On GPUs a span's results cross to the host, and blocks are large already.
 _GPU_SPANS = 28
 
@@ -61,7 +64,7 @@ class Visit:
     """What a task hands back: its result, what it read, and which worker ran it."""
 
     value: Any
-    blocks_read: int
+    rows_read: int
     stored_bytes: int
     where: str | None = None
 
@@ -97,14 +100,13 @@ def run_span(
             return Visit(task.result(), 0, 0)
         matrix = resident.identity(source) if on_gpu(source) else None
         n_read = 0
-        for i in range(span.n_blocks):
-            start, stop = span.bounds[i], span.bounds[i + 1]
+        for i, (start, stop) in enumerate(_pieces(source, span)):
             place = resident.Place(matrix, start, stop) if matrix else None
             with _naming_rows(start, stop):
                 pieces = resident.find(place) if place else None
                 if pieces is None:
                     block = blocks[i] if blocks else source.read(start, stop)
-                    n_read += 1
+                    n_read += stop - start
                     stored += int(getattr(block, "stored_bytes", 0))
                     pieces = block_rows(block, source.shape[1])
                     del block
@@ -113,6 +115,22 @@ def run_span(
                 _visit(task, pieces, start)
                 del pieces
         return Visit(task.result(), n_read, stored)
+
+
+def _pieces(source: BlockSource, span: Span) -> list[tuple[int, int]]:
+    """Rows to read at a time: a block; on a CPU less, where any rows can be read.
+
+    A smaller piece costs nothing there: one read keeps all cores decoding anyway.
+    """
+    blocks = list(itertools.pairwise(span.bounds))
+    if on_gpu(source) or not getattr(source, "any_rows", True):
+        return blocks
+    pieces: list[tuple[int, int]] = []
+    for start, stop in blocks:
+        n = max(1, -(-(stop - start) // _PIECE_ROWS))
+        cuts = [start + (stop - start) * i // n for i in range(n + 1)]
+        pieces += itertools.pairwise(cuts)
+    return pieces
 
 
 def _visit(task: SpanTask, pieces: Sequence[Rows], start: int) -> None:

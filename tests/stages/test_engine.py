@@ -80,7 +80,7 @@ def test_only_a_few_spans_wait_to_be_merged():
 
         def make(span):
             made.append(span.number)
-            assert len(made) - len(merged) <= 2 + 2 + 1
+            assert len(made) - len(merged) <= 2 + 1 + 1
             return Totals()
 
         engine.fold(make, lambda span, *_: merged.append(span.number))
