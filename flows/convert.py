@@ -95,8 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     import argparse
 
     from scgpu_tasks.__main__ import add_convert_options
-    from scgpu_tasks.commandline import run_flow
     from scgpu_tasks.io.convert.many import summary
+    from scgpu_tasks.job.commandline import run_flow
 
     parser = argparse.ArgumentParser(
         prog="convert.py",

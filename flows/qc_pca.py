@@ -72,7 +72,7 @@ def atlas_qc(
         work: Folder for finished stages, reused by later runs; by default .work inside out.
     """
     parameters = dict(locals())
-    from scgpu_tasks.mainjob import main_job
+    from scgpu_tasks.job.mainjob import main_job
 
     return main_job(parameters)
 
@@ -91,7 +91,7 @@ def make_flow() -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     from scgpu_tasks.cluster import flow_cluster
-    from scgpu_tasks.commandline import parse_qc_pca, run_flow, show_record
+    from scgpu_tasks.job.commandline import parse_qc_pca, run_flow, show_record
 
     options = parse_qc_pca(arguments)
     here = options["scheduler"] is None and Path(options["source"] or options["store"]).exists()

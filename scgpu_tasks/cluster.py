@@ -137,7 +137,7 @@ def flow_cluster(device: str, workers: int | None) -> dict[str, Any]:
     return {
         "device": resolve_device(device),
         "workers": workers,
-        "preload": ["scgpu_tasks.warm"],
+        "preload": ["scgpu_tasks.job.warm"],
     }
 
 

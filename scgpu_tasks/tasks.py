@@ -1,8 +1,8 @@
 """The steps of the main job as Prefect tasks.
 
-Thin: each names a function of `scgpu_tasks.steps`, takes and returns plain JSON, and is cached
-under the key of the stage folder that holds its output. A folder is the truth; Prefect's cache
-entry only saves running the task to find out that the folder is there.
+Thin: each names a function of `scgpu_tasks.job.steps`, takes and returns plain JSON, and is
+cached under the key of the stage folder that holds its output. A folder is the truth; Prefect's
+cache entry only saves running the task to find out that the folder is there.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from prefect.futures import PrefectFuture
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect_dask import DaskTaskRunner
 
-from scgpu_tasks import steps
 from scgpu_tasks.cluster import connect
-from scgpu_tasks.conversion import Conversion, convert_step
 from scgpu_tasks.errors import ClusterError
-from scgpu_tasks.progress import worker_progress
-from scgpu_tasks.steps import Plan
-from scgpu_tasks.workdir import WorkDir
+from scgpu_tasks.job import steps
+from scgpu_tasks.job.conversion import Conversion, convert_step
+from scgpu_tasks.job.progress import worker_progress
+from scgpu_tasks.job.steps import Plan
+from scgpu_tasks.job.workdir import WorkDir
 
 _UNSAFE = re.compile(r"[^\w.+-]+")
 

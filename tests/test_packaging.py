@@ -154,4 +154,6 @@ def test_every_module_has_its_place_in_the_import_rules() -> None:
     there = {p.stem for p in package.glob("*.py")} | {
         p.name for p in package.iterdir() if (p / "__init__.py").exists()
     }
-    assert there - {"__init__"} - placed == set()
+    # Its modules lie below and above the tasks, so each has a place of its own.
+    there |= {f"job.{p.stem}" for p in (package / "job").glob("*.py")}
+    assert there - {"__init__", "job", "job.__init__"} - placed == set()

@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scgpu_tasks import steps
 from scgpu_tasks.errors import StoreError
+from scgpu_tasks.job import steps
+from scgpu_tasks.job.steps import Plan
+from scgpu_tasks.job.workdir import WorkDir
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
-from scgpu_tasks.steps import Plan
-from scgpu_tasks.workdir import WorkDir
 
 COMPUTED = {
     "convert": "skipped",

@@ -43,8 +43,8 @@ def test_every_parameter_is_described_and_is_an_option_of_the_command_line():
 def test_defaults_are_the_same_for_the_flow_the_command_line_and_the_specs():
     from prefect.flows import load_flow_from_entrypoint
 
-    from scgpu_tasks.commandline import parse_qc_pca
-    from scgpu_tasks.mainjob import specs_of
+    from scgpu_tasks.job.commandline import parse_qc_pca
+    from scgpu_tasks.job.mainjob import specs_of
     from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
 
     properties = load_flow_from_entrypoint(f"{FLOW}:atlas_qc").parameters.properties

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from scgpu_tasks.errors import OutputError, StoreError
-from scgpu_tasks.steps import describe
-from scgpu_tasks.workdir import StageFolder, WorkDir, stage_key
+from scgpu_tasks.job.steps import describe
+from scgpu_tasks.job.workdir import StageFolder, WorkDir, stage_key
 
 # Not a digest of our code: a store that was verified against its source stays right, and may
 # have taken hours.

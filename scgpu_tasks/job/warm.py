@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 WORKER_MODULES = (
     "scgpu_tasks.tasks",
-    "scgpu_tasks.probe",
+    "scgpu_tasks.job.probe",
     "scgpu_tasks.stages.qc",
     "scgpu_tasks.stages.pca",
-    "scgpu_tasks.saved",
+    "scgpu_tasks.job.saved",
     "scgpu_tasks.io.check",
 )
 FLOW_MODULES = (
-    "scgpu_tasks.mainjob",
+    "scgpu_tasks.job.mainjob",
     "anndata.io",
     "pyarrow.parquet",
     "matplotlib.figure",

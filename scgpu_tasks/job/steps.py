@@ -15,24 +15,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scgpu_tasks.codeversion import code_version
 from scgpu_tasks.errors import StoreError
+from scgpu_tasks.job.codeversion import code_version
+from scgpu_tasks.job.workdir import StageFolder, WorkDir, stage_key
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec, Spec
-from scgpu_tasks.workdir import StageFolder, WorkDir, stage_key
 
 STAGES: tuple[str, ...] = ("convert", "check", "load", "qc", "pca")
 """In the order in which they run."""
 
 _CODE: dict[str, tuple[str, ...]] = {
     "check": ("scgpu_tasks.io.check",),
-    "load": ("scgpu_tasks.io.rows", "scgpu_tasks.probe"),
+    "load": ("scgpu_tasks.io.rows", "scgpu_tasks.job.probe"),
     "qc": (
         "scgpu_tasks.io.rows",
         "scgpu_tasks.io.lazy",
         "scgpu_tasks.stages.qc",
-        "scgpu_tasks.saved",
+        "scgpu_tasks.job.saved",
     ),
-    "pca": ("scgpu_tasks.io.rows", "scgpu_tasks.stages.pca", "scgpu_tasks.saved"),
+    "pca": ("scgpu_tasks.io.rows", "scgpu_tasks.stages.pca", "scgpu_tasks.job.saved"),
 }
 
 Progress = Callable[[int, int], None]
@@ -120,7 +120,7 @@ def load_step(plan: Plan, *, refresh: bool = False) -> dict[str, Any]:
     """Open the store and refuse, within moments, what the later stages could not do."""
 
     def compute(_: Path) -> dict[str, Any]:
-        from scgpu_tasks.probe import probe
+        from scgpu_tasks.job.probe import probe
 
         return probe(
             plan.store, plan.qc, plan.hvg, plan.pca, chunks=plan.chunks, device=plan.device
@@ -136,7 +136,7 @@ def qc_step(
 
     def compute(folder: Path) -> dict[str, Any]:
         from scgpu_tasks.io.lazy import read_table
-        from scgpu_tasks.saved import save_qc
+        from scgpu_tasks.job.saved import save_qc
         from scgpu_tasks.stages.qc import run_qc
 
         # PCA follows on the same workers, and clears away what QC keeps on their GPUs.
@@ -168,7 +168,7 @@ def pca_step(
     """
 
     def compute(folder: Path) -> dict[str, Any]:
-        from scgpu_tasks.saved import read_qc, save_pca
+        from scgpu_tasks.job.saved import read_qc, save_pca
         from scgpu_tasks.stages.pca import run_pca
 
         qc = WorkDir(plan.work).read("qc", plan.key("qc"), read_qc)

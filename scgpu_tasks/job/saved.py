@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from scgpu_tasks.job.workdir import StageFolder
 from scgpu_tasks.stages.pca import PCAResult
 from scgpu_tasks.stages.qc import QCResult
-from scgpu_tasks.workdir import StageFolder
 
 _PCA_ARRAYS = ("X_pca", "PCs", "variance", "variance_ratio", "mean")
 

@@ -7,19 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scgpu_tasks import steps, tasks
+from scgpu_tasks import tasks
 from scgpu_tasks.cluster import flow_cluster, resolve_device
 from scgpu_tasks.cluster_plan import plan_cluster
-from scgpu_tasks.conversion import Conversion
 from scgpu_tasks.errors import ParameterError, StoreError
 from scgpu_tasks.io.lazy import read_tables
-from scgpu_tasks.progress import ProgressBars
+from scgpu_tasks.job import steps
+from scgpu_tasks.job.conversion import Conversion
+from scgpu_tasks.job.progress import ProgressBars
+from scgpu_tasks.job.runlog import RunLog
+from scgpu_tasks.job.saved import read_pca, read_qc
+from scgpu_tasks.job.steps import STAGES, Plan
+from scgpu_tasks.job.workdir import WorkDir, require_writable
 from scgpu_tasks.records import write_record
-from scgpu_tasks.runlog import RunLog
-from scgpu_tasks.saved import read_pca, read_qc
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
-from scgpu_tasks.steps import STAGES, Plan
-from scgpu_tasks.workdir import WorkDir, require_writable
 
 
 def main_job(parameters: Mapping[str, Any]) -> dict[str, Any]:

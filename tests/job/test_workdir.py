@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scgpu_tasks.errors import OutputError
-from scgpu_tasks.workdir import (
+from scgpu_tasks.job.workdir import (
     MANIFEST,
     WorkDir,
     require_writable,
@@ -132,7 +132,7 @@ def test_a_refresh_replaces_an_intact_folder(work):
 def test_clean_removes_the_draft_of_a_killed_process_and_keeps_that_of_a_live_one(work):
     script = textwrap.dedent(f"""
         import os, signal
-        from scgpu_tasks.workdir import WorkDir
+        from scgpu_tasks.job.workdir import WorkDir
         with WorkDir({str(work.root)!r}).draft("qc") as draft:
             (draft.path / "half.bin").write_bytes(b"x")
             os.kill(os.getpid(), signal.SIGKILL)

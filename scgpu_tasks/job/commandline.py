@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from scgpu_tasks.server import prefect_api
+from scgpu_tasks.job.server import prefect_api
 
 EXIT_FAILED = 1
 
@@ -178,8 +178,8 @@ def _run(
             _begin_cluster(stack, cluster)
         flow = make_flow()
         if server is not None:
+            from scgpu_tasks.job.warm import FLOW_MODULES, import_modules
             from scgpu_tasks.tasks import unattended
-            from scgpu_tasks.warm import FLOW_MODULES, import_modules
 
             import_modules(FLOW_MODULES)
             server.wait()
@@ -188,7 +188,7 @@ def _run(
 
 
 def _report(error: Exception, *, debug: bool) -> int:
-    from scgpu_tasks.runlog import describe_error
+    from scgpu_tasks.job.runlog import describe_error
 
     if debug:
         traceback.print_exception(error)

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from scgpu_tasks import codeversion as module
-from scgpu_tasks.codeversion import code_version
+from scgpu_tasks.job import codeversion as module
+from scgpu_tasks.job.codeversion import code_version
 
 
 def clear():
@@ -72,7 +72,7 @@ def test_code_version_follows_the_imports_of_a_stage(package, file, text, change
 
 def test_code_version_is_the_same_in_every_process():
     script = (
-        "from scgpu_tasks.codeversion import code_version;"
+        "from scgpu_tasks.job.codeversion import code_version;"
         "print(code_version('scgpu_tasks.datasets', 'scgpu_tasks.stages.qc'))"
     )
     seen = {

@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 _PACKAGE = "scgpu_tasks"
-_PACKAGE_DIR = Path(__file__).parent
+_PACKAGE_DIR = Path(__file__).parents[1]
 # Messages and parsing of paths; neither can change a number.
 _NOT_NUMERIC = frozenset(
     {f"{_PACKAGE}.errors", f"{_PACKAGE}.workdir", f"{_PACKAGE}.codeversion"}

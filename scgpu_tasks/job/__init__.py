@@ -1,0 +1,1 @@
+"""The main job: its steps, their saved outputs, its command line and its record."""
