@@ -9,7 +9,7 @@ visited once more.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from scgpu_tasks.stages.engine import Engine, Progress, Span, on_gpu
 from scgpu_tasks.stages.parcels import RowTarget
 from scgpu_tasks.stages.pca_visits import Chosen, GramPart, ProjectRows, SumGram
 from scgpu_tasks.stages.qc_visits import cell_factors
+from scgpu_tasks.stages.rowwise import by_rows
 from scgpu_tasks.stages.sources import BlockSource, as_source
 
 
@@ -171,12 +172,12 @@ def masked_pca(
         PCs, variance, ratio = components(gram, mean, n_kept, pca, solve)
         del gram
         offset = mean @ PCs if pca.zero_center else np.zeros(pca.n_comps)
-        first = np.concatenate([[0], np.cumsum(keep)])
+        first = _first_kept(engine.spans, keep)
         scores, target = room.result()
 
         def take(span: Span, part: np.ndarray | None, _: str | None) -> None:
             if part is not None:
-                scores[first[span.start] : first[span.stop]] = part
+                scores[first[span.start] : first[span.start] + len(part)] = part
 
         permuted = np.ascontiguousarray(PCs[order])
         where = _Scores(permuted, offset, sums.holders, target, first)
@@ -228,7 +229,7 @@ class _Run:
             scores.offset,
             scores.holders.get(span.number),
             scores.target,
-            int(scores.first[span.start]),
+            scores.first[span.start],
         )
 
 
@@ -240,7 +241,16 @@ class _Scores:
     offset: np.ndarray
     holders: dict[int, str | None]
     target: RowTarget | None
-    first: np.ndarray
+    first: dict[int, int]
+
+
+def _first_kept(spans: Sequence[Span], keep: np.ndarray) -> dict[int, int]:
+    """Count the cells that are kept before each span; by the first row of the span."""
+    first, n = {}, 0
+    for span in spans:
+        first[span.start] = n
+        n += int(np.count_nonzero(keep[span.start : span.stop]))
+    return first
 
 
 class _GramSums:
@@ -259,7 +269,10 @@ class _GramSums:
         if self.gram is None:
             self.gram = part.gram
         else:
-            self.gram += part.gram
+            total = self.gram
+            by_rows(
+                lambda rows: np.add(total[rows], part.gram[rows], total[rows]), len(total), 256
+            )
 
     def finish(self, n: int, back: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Symmetric matrix and means, in the order of the genes."""

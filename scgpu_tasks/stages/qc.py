@@ -241,9 +241,9 @@ class _Run:
             self.keep &= self.among.cells
         if not self.keep.any():
             raise nothing_passes(self.failures, self.metrics)
-        counted = self.measured.total[self.keep & (self.measured.total > 0)]
         self.target_sum = self.hvg.target_sum
         if self.target_sum is None:
+            counted = self.measured.total[self.keep & (self.measured.total > 0)]
             if not len(counted):
                 msg = "target_sum=None takes the median total, but no kept cell has counts"
                 raise ParameterError(msg)
@@ -312,7 +312,10 @@ class _Run:
 
     def _batches(self) -> dict[int, hvg.BatchMoments]:
         """Moments of the genes that passed, of each batch that has kept cells."""
-        sizes = np.bincount(self.groups[self.keep], minlength=len(self.categories) + 1)
+        if self.hvg.batch_key is None:
+            sizes = np.array([np.count_nonzero(self.keep), 0])
+        else:
+            sizes = np.bincount(self.groups[self.keep], minlength=len(self.categories) + 1)
         return {
             group: hvg.BatchMoments(
                 int(sizes[group]), table[self.passed, 2], table[self.passed, 3]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from scgpu_tasks.stages.qc_visits import CellPart, percentage
+from scgpu_tasks.stages.rowwise import by_rows
 
 
 def cell_metrics(
@@ -16,20 +18,34 @@ def cell_metrics(
 ) -> dict[str, np.ndarray]:
     """Columns of obs that scanpy's ``calculate_qc_metrics`` writes, in its order."""
     total = part.total
-    columns: dict[str, np.ndarray] = {
-        "n_genes_by_counts": part.n_genes,
-        "log1p_n_genes_by_counts": np.log1p(part.n_genes),
-        "total_counts": total,
-        "log1p_total_counts": _log1p(total),
-    }
+    n_cells = len(total)
+    columns: dict[str, np.ndarray] = {}
+    # What fills the columns that are made here, for some rows.
+    steps: list[Callable[[slice], object]] = []
+
+    def add(name: str, fill: Callable[[slice, np.ndarray], object]) -> None:
+        column = columns[name] = np.empty(n_cells)
+        steps.append(lambda rows: fill(rows, column[rows]))
+
+    def add_with_log1p(name: str, values: np.ndarray) -> None:
+        columns[name] = values
+        add(f"log1p_{name}", lambda rows, out: _log1p(values[rows], out))
+
+    add_with_log1p("n_genes_by_counts", part.n_genes)
+    add_with_log1p("total_counts", total)
     for i, top in enumerate(tops):
-        columns[f"pct_counts_in_top_{top}_genes"] = percentage(part.top_totals[:, i], total)
+        of_top = part.top_totals[:, i]
+        add(f"pct_counts_in_top_{top}_genes", partial(_percentage, of_top, total))
     for i, name in enumerate(set_names):
         of_set = np.ascontiguousarray(part.set_totals[:, i])
-        columns[f"total_counts_{name}"] = of_set
-        columns[f"log1p_total_counts_{name}"] = _log1p(of_set)
-        columns[f"pct_counts_{name}"] = percentage(of_set, total)
+        add_with_log1p(f"total_counts_{name}", of_set)
+        add(f"pct_counts_{name}", partial(_percentage, of_set, total))
+    by_rows(lambda rows: [step(rows) for step in steps], n_cells)
     return columns
+
+
+def _percentage(part: np.ndarray, total: np.ndarray, rows: slice, out: np.ndarray) -> None:
+    out[:] = percentage(part[rows], total[rows])
 
 
 def cells(metrics: Mapping[str, np.ndarray], keep: np.ndarray, names: pd.Index) -> pd.DataFrame:
@@ -75,7 +91,7 @@ def json_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value
 
 
-def _log1p(values: np.ndarray) -> np.ndarray:
+def _log1p(values: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     # Values that are not counts may lie below -1.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.log1p(values)
+        return np.asarray(np.log1p(values, out=out))

@@ -25,6 +25,7 @@ VALUE_TYPES = (np.uint8, np.uint16, np.int32, np.int64, np.float32, np.float64)
 # Relative to the root of the product of two genes' sums of squares around their means.
 GRAM_TOLERANCE = {
     "float64": 1e-11,
+    "float64 syrk": 1e-11,
     "float32": 5e-6,
     "float16x2": 5e-6,
     "tf32x2": 1e-5,
@@ -280,17 +281,41 @@ def gram_error(gram: np.ndarray, values: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("precision", GRAM_TOLERANCE)
-@pytest.mark.parametrize("stretch", [None, 64])
-def test_gram_matrix_is_within_its_stated_tolerance(precision: str, stretch: int) -> None:
+@pytest.mark.parametrize(("stretch", "panel"), [(None, None), (64, 32), (100, 48)])
+def test_gram_matrix_is_within_its_stated_tolerance(
+    precision: str, stretch: int | None, panel: int | None
+) -> None:
     from scgpu_tasks.kernels._gpu import gram as gpu
 
     rows, factor, values = gram_case()
     gram, sums = cupy.zeros((90, 90)), cupy.zeros(90)
-    options: dict[str, Any] = {"precision": precision, "stretch": stretch}
-    gpu.gram_add(on_gpu(rows), factor, Transform.LOG1P, 90, gram, sums, **options)
+    how: dict[str, Any] = {"precision": precision, "stretch": stretch, "panel": panel}
+    gpu.gram_add(on_gpu(rows), factor, Transform.LOG1P, 90, gram, sums, **how)
     np.testing.assert_allclose(host(sums), values.sum(axis=0), rtol=1e-12)
     assert gram_error(host(gram), values) < GRAM_TOLERANCE[precision]
     assert_same(gram, host(gram).T)
+
+
+def test_variances_are_not_biased() -> None:
+    # A tensor core that truncates its sums makes all of them too small by about 1e-6.
+    rows, factor, values = gram_case(n_rows=6_000)
+    gram, sums = cupy.zeros((90, 90)), cupy.zeros(90)
+    gram_add(on_gpu(rows), factor, Transform.LOG1P, 90, gram, sums)
+    centred = values - values.mean(axis=0)
+    found = host(gram) - np.outer(host(sums), host(sums)) / 6_000
+    eigenvalues = np.linalg.eigvalsh(centred.T @ centred)[3:]
+    np.testing.assert_allclose(np.linalg.eigvalsh(found)[3:], eigenvalues, rtol=1e-10)
+
+
+def test_more_columns_than_shared_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scgpu_tasks.kernels._gpu import gram as gpu
+
+    monkeypatch.setattr(gpu, "shared_bytes", lambda: 1024 + 300)
+    rows, factor, values = gram_case()
+    for precision, tolerance in GRAM_TOLERANCE.items():
+        gram, sums = cupy.zeros((90, 90)), cupy.zeros(90)
+        gpu.gram_add(on_gpu(rows), factor, Transform.LOG1P, 90, gram, sums, precision=precision)
+        assert gram_error(host(gram), values) < tolerance
 
 
 @pytest.mark.parametrize("n_dense", [0, 33, 90])
@@ -299,7 +324,7 @@ def test_partial_gram_is_finished_on_either_side(n_dense: int) -> None:
     gram, sums = cupy.zeros((90, 90)), cupy.zeros(90)
     gram_add(on_gpu(rows), factor, Transform.LOG1P, n_dense, gram, sums)
     on_host = finish(host(gram), n_dense)
-    assert gram_error(on_host, values) < GRAM_TOLERANCE["float16x2"]
+    assert gram_error(on_host, values) < GRAM_TOLERANCE["float64"]
     assert_same(finish(gram, n_dense), on_host)
 
 
@@ -317,7 +342,7 @@ def test_blocks_add_up_to_one_gram_matrix(value: Any) -> None:
         )
         gram_add(on_gpu(part), factor[a:b], Transform.LOG1P, 90, gram, sums)
     np.testing.assert_allclose(host(sums), values.sum(axis=0), rtol=1e-12)
-    assert gram_error(host(gram), values) < GRAM_TOLERANCE["float16x2"]
+    assert gram_error(host(gram), values) < GRAM_TOLERANCE["float64"]
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
@@ -326,10 +351,10 @@ def test_gram_of_values_of_any_size(scale: float) -> None:
     rows = rows._replace(data=(rows.data - 3) * scale)
     gram, sums = cupy.zeros((90, 90)), cupy.zeros(90)
     gram_add(on_gpu(rows), factor, Transform.IDENTITY, 90, gram, sums)
-    assert gram_error(host(gram), dense(rows)) < GRAM_TOLERANCE["float16x2"]
+    assert gram_error(host(gram), dense(rows)) < GRAM_TOLERANCE["float64"]
 
 
-@pytest.mark.parametrize("precision", ["float16x2", "float64"])
+@pytest.mark.parametrize("precision", ["float16x2", "float64", "float64 syrk"])
 def test_wide_gram_is_made_in_blocks(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from scgpu_tasks.kernels._gpu import gram as gpu
 

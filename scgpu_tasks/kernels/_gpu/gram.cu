@@ -33,33 +33,36 @@ __device__ __forceinline__ float from_half(unsigned short h) {
 }
 #endif
 
-// One block per row of the tile; its width is `padded` columns, twice that for a pair (all high
-// parts, then all low parts). Rows at and after n_rows, and columns after n_cols, are zero.
-// base: what a column without a stored value holds, padded columns of it.
+// Blocks: rows of the tile by pieces of its columns. The tile is `padded` columns wide, twice that
+// for a pair (all high parts, then all low parts). Rows at and after n_rows, and columns after
+// n_cols, are zero. base: what a column without a stored value holds, padded columns of it.
 extern "C" __global__ void fill_tile(
     const int64* indptr, const INDEX* indices, const VALUE* data, const double* factor,
-    int transform, int64 first_row, int64 n_rows, int padded, const double* shift,
+    int transform, int64 first_row, int64 n_rows, int padded, int piece, const double* shift,
     const double* scale, const WORK* base, STORED* tile) {
     extern __shared__ WORK line[];
     const int64 row = first_row + blockIdx.x;
+    const int low = blockIdx.y * piece;
+    const int n = min(piece, padded - low);
     if (row < n_rows) {
-        for (int j = threadIdx.x; j < padded; j += blockDim.x) line[j] = base[j];
+        for (int j = threadIdx.x; j < n; j += blockDim.x) line[j] = base[low + j];
         __syncthreads();
         const int64 last = indptr[row + 1];
         const double s = transform == IDENTITY ? 1.0 : factor[row];
         for (int64 k = indptr[row] + threadIdx.x; k < last; k += blockDim.x) {
             const int j = (int)indices[k];
+            if (j < low || j >= low + n) continue;
             const double x = transformed((double)data[k], s, transform);
-            line[j] = (WORK)((x - shift[j]) * scale[j]);
+            line[j - low] = (WORK)((x - shift[j]) * scale[j]);
         }
     } else {
-        for (int j = threadIdx.x; j < padded; j += blockDim.x) line[j] = (WORK)0;
+        for (int j = threadIdx.x; j < n; j += blockDim.x) line[j] = (WORK)0;
     }
     __syncthreads();
 #if FORM == 0
-    uint4* high = (uint4*)(tile + (int64)blockIdx.x * 2 * padded);
-    uint4* low = high + padded / 8;
-    for (int j = threadIdx.x; j < padded / 8; j += blockDim.x) {
+    uint4* high = (uint4*)(tile + (int64)blockIdx.x * 2 * padded + low);
+    uint4* lower = high + padded / 8;
+    for (int j = threadIdx.x; j < n / 8; j += blockDim.x) {
         uint32 h[4], l[4];
         #pragma unroll
         for (int a = 0; a < 4; a++) {
@@ -70,11 +73,11 @@ extern "C" __global__ void fill_tile(
                    (uint32)to_half((y - from_half(hy)) * LOW_SCALE) << 16;
         }
         high[j] = make_uint4(h[0], h[1], h[2], h[3]);
-        low[j] = make_uint4(l[0], l[1], l[2], l[3]);
+        lower[j] = make_uint4(l[0], l[1], l[2], l[3]);
     }
 #elif FORM == 2
-    float* out = tile + (int64)blockIdx.x * 2 * padded;
-    for (int j = threadIdx.x; j < padded; j += blockDim.x) {
+    float* out = tile + (int64)blockIdx.x * 2 * padded + low;
+    for (int j = threadIdx.x; j < n; j += blockDim.x) {
         const float x = line[j];
         // Round to nearest at TF32's last bit.
         const float high = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
@@ -82,25 +85,28 @@ extern "C" __global__ void fill_tile(
         out[padded + j] = x - high;
     }
 #else
-    STORED* out = tile + (int64)blockIdx.x * padded;
-    for (int j = threadIdx.x; j < padded; j += blockDim.x) out[j] = line[j];
+    STORED* out = tile + (int64)blockIdx.x * padded + low;
+    for (int j = threadIdx.x; j < n; j += blockDim.x) out[j] = line[j];
 #endif
 }
 
-// sums[i] += products[0][i] + products[1][i] + ..., in float64.
+// Blocks: columns by rows of a panel. sums += products[0] + products[1] + ..., in float64; a
+// product is n_columns wide, the sums `ld`.
 extern "C" __global__ void add_products(
-    const PRODUCT* products, int64 length, int64 stride, int n_products, double* sums) {
-    const int64 step = (int64)gridDim.x * blockDim.x;
-    for (int64 i = (int64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
-        double sum = 0.0;
-        #pragma unroll 4
-        for (int b = 0; b < n_products; b++) sum += (double)products[b * stride + i];
-        sums[i] += sum;
-    }
+    const PRODUCT* products, int64 n_columns, int64 stride, int n_products, int64 ld,
+    double* sums) {
+    const int64 j = (int64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (j >= n_columns) return;
+    const PRODUCT* product = products + (int64)blockIdx.y * n_columns + j;
+    double sum = 0.0;
+    #pragma unroll 4
+    for (int b = 0; b < n_products; b++) sum += (double)product[b * stride];
+    sums[(int64)blockIdx.y * ld + j] += sum;
 }
 
-// Takes scale and shift back and adds the block to the Gram matrix. `sums` is padded by `ld`; for
-// pairs, ld is 2 * padded and the cross products stand in its right half, low_weight their unit.
+// Takes scale and shift back and adds the block to the Gram matrix. `sums` is padded by `ld`, its
+// upper triangle filled; for pairs, ld is 2 * padded and the cross products stand in its right
+// half, low_weight their unit.
 // The diagonal is known from float64 sums: `squares`.
 // Of the corner from n_dense on, only the upper triangle is filled: kernels/gram.py, finish().
 extern "C" __global__ void add_gram(
@@ -116,7 +122,7 @@ extern "C" __global__ void add_gram(
     }
     // The same arithmetic for (i, j) and (j, i): the result is exactly symmetric.
     const int a = min(i, j), b = max(i, j);
-    double x = 0.5 * (sums[a * ld + b] + sums[b * ld + a]);
+    double x = sums[a * ld + b];
     if (low_weight != 0.0)
         x += low_weight * (sums[a * ld + padded + b] + sums[b * ld + padded + a]);
     x /= scale[a] * scale[b];

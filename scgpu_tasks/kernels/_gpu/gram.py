@@ -2,9 +2,13 @@
 
 The column mean of a block is taken off its values before the product and put back after it, in
 float64, so that the product's rounding errors are relative to the covariance and not to the
-means. The diagonal comes from float64 sums. Rows are multiplied in short stretches, whose
-products are added up in float64: within one, a tensor core's accumulator truncates, which would
-show in long sums.
+means. The diagonal comes from float64 sums. Only the upper triangle is multiplied, in panels of
+rows.
+
+Products are float64 by default: a GPU for data centres makes them on its tensor cores, as fast
+as float32. The other precisions are for comparison, and for cards that are slow in float64. A
+tensor core's float32 accumulator truncates, which makes all variances a little too small; so
+rows are multiplied in short stretches, whose products are added up in float64.
 
 Errors are given in docs/benchmarks.md, against float64, relative to the square root of the
 product of the two genes' sums of squares around their means.
@@ -24,8 +28,8 @@ from scgpu_tasks.kernels._gpu.module import (
     define,
     kernel,
     launch,
-    launch_items,
     on_device,
+    shared_bytes,
 )
 from scgpu_tasks.kernels._gpu.moments import column_sums
 from scgpu_tasks.kernels.rows import Rows
@@ -35,6 +39,7 @@ from scgpu_tasks.kernels.transform import Transform
 _OP_N, _OP_T, _DEFAULT_ALGORITHM = 0, 1, -1
 _R_32F, _R_64F, _R_16F = 0, 1, 2
 _COMPUTE_32F, _COMPUTE_64F, _COMPUTE_TF32 = 68, 70, 77
+_FILL_LOWER = 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Precision:
         Unit of the second part of a pair; 0 where numbers are not pairs.
     stretch
         Rows of one product.
+    symmetric
+        Whether cuBLAS's product of a matrix with itself (syrk) is used.
     """
 
     form: int
@@ -58,29 +65,35 @@ class Precision:
     compute: int
     low_weight: float
     stretch: int
+    symmetric: bool = False
 
 
 PRECISIONS: dict[str, Precision] = {
-    # Pairs of half-precision numbers, 22 bits together, on tensor cores.
-    "float16x2": Precision(
-        0, "float16", "float32", "float32", _R_16F, _R_32F, _COMPUTE_32F, 2.0**-11, 1024
+    "float64": Precision(
+        3, "float64", "float64", "float64", _R_64F, _R_64F, _COMPUTE_64F, 0.0, 4096
+    ),
+    "float64 syrk": Precision(
+        3, "float64", "float64", "float64", _R_64F, _R_64F, _COMPUTE_64F, 0.0, 4096, True
     ),
     "float32": Precision(
         1, "float32", "float32", "float32", _R_32F, _R_32F, _COMPUTE_32F, 0.0, 4096
     ),
-    "tf32": Precision(
-        1, "float32", "float32", "float32", _R_32F, _R_32F, _COMPUTE_TF32, 0.0, 1024
+    # Pairs of half-precision numbers, 22 bits together, on tensor cores.
+    "float16x2": Precision(
+        0, "float16", "float32", "float32", _R_16F, _R_32F, _COMPUTE_32F, 2.0**-11, 1024
     ),
     "tf32x2": Precision(
         2, "float32", "float32", "float32", _R_32F, _R_32F, _COMPUTE_TF32, 1.0, 1024
     ),
-    "float64": Precision(
-        3, "float64", "float64", "float64", _R_64F, _R_64F, _COMPUTE_64F, 0.0, 4096
+    "tf32": Precision(
+        1, "float32", "float32", "float32", _R_32F, _R_32F, _COMPUTE_TF32, 0.0, 1024
     ),
 }
-PRECISION = "float16x2"
+PRECISION = "float64"
 # Bytes of products, and of a tile, that wait on the device at a time.
 _SCRATCH = 1 << 29
+# Rows of a panel: many keep a product efficient, few multiply less below the diagonal.
+PANEL = 512
 # Columns are a multiple of this: tensor cores want aligned rows.
 _ALIGN = 16
 # The square root of a column's sum of squares becomes at most this, so that every number is
@@ -100,6 +113,7 @@ def gram_add(
     *,
     precision: str | None = None,
     stretch: int | None = None,
+    panel: int | None = None,
 ) -> None:
     """See `scgpu_tasks.kernels.gram.gram_add`.
 
@@ -111,6 +125,8 @@ def gram_add(
         One of `PRECISIONS`. Default: `PRECISION`.
     stretch
         Rows of one product. Default: the precision's.
+    panel
+        Rows of the Gram matrix that one product fills. Default: `PANEL`.
 
     Raises
     ------
@@ -125,7 +141,9 @@ def gram_add(
         return
     factor = on_device(factor, np.float64)
     moments = column_sums(rows, factor, transform)
-    block = _Block(rows, factor, transform, how, moments, stretch or how.stretch)
+    block = _Block(
+        rows, factor, transform, how, moments, stretch or how.stretch, panel or PANEL
+    )
     sums += block.totals
     block.add(n_dense, gram)
 
@@ -154,6 +172,7 @@ class _Block:
         how: Precision,
         moments: Any,
         stretch: int,
+        panel: int,
     ) -> None:
         import cupy
 
@@ -161,6 +180,9 @@ class _Block:
         self.padded = -(-rows.n_cols // _ALIGN) * _ALIGN
         self.width = self.padded * (2 if how.low_weight else 1)
         self.stretch = min(stretch, -(-rows.n_rows // _ALIGN) * _ALIGN)
+        item = np.dtype(how.product).itemsize
+        most = max(_ALIGN, _SCRATCH // (item * self.width) // _ALIGN * _ALIGN)
+        self.panel = min(-(-panel // _ALIGN) * _ALIGN, most, self.padded)
         self.totals, self.squares = moments[:, 0].copy(), moments[:, 1].copy()
         self.shift = self.totals / rows.n_rows
         # |value - mean| is at most twice the root of the sum of squares.
@@ -204,33 +226,31 @@ class _Block:
         """Add the products of all stretches to `sums`, float64, (padded, width)."""
         import cupy
 
-        item = np.dtype(self.how.product).itemsize
-        height = max(
-            _ALIGN, min(self.padded, _SCRATCH // (item * self.width) // _ALIGN * _ALIGN)
-        )
         n_stretches = -(-self.rows.n_rows // self.stretch)
         one = self.stretch * self.width * np.dtype(self.how.stored).itemsize
-        at_once = _SCRATCH // max(item * self.width * height, one)
-        at_once = max(1, min(n_stretches, at_once))
+        waiting = self.panel * self.width * np.dtype(self.how.product).itemsize
+        at_once = max(1, min(n_stretches, _SCRATCH // max(one, waiting)))
         tile = cupy.empty((at_once * self.stretch, self.width), self.how.stored)
-        products = cupy.empty((at_once, height, self.width), self.how.product)
-        add = kernel("gram", "add_products", self.defines)
+        products = None
+        if not self.how.symmetric:
+            products = cupy.empty(at_once * self.panel * self.width, self.how.product)
         for first in range(0, n_stretches, at_once):
             n = min(at_once, n_stretches - first)
             self._fill(tile, first * self.stretch, n * self.stretch)
-            for low in range(0, self.padded, height):
-                high = min(low + height, self.padded)
-                self._multiply(tile, products, low, high, n)
-                length = (high - low) * self.width
-                stride = height * self.width
-                launch_items(
-                    add, length, (products, length, stride, np.int32(n), sums[low:high])
-                )
+            if products is None:
+                self._multiply_symmetric(tile, n * self.stretch, sums)
+                continue
+            for low in range(0, self.padded, self.panel):
+                self._add_panel(tile, products, low, n, sums)
 
     def _fill(self, tile: Any, first_row: int, n_rows: int) -> None:
+        item = np.dtype(self.how.work).itemsize
+        # As many pieces of columns as shared memory asks for, of about the same width.
+        n_pieces = -(-self.padded * item // (shared_bytes() - 1024))
+        piece = -(-self.padded // (n_pieces * _ALIGN)) * _ALIGN
         launch(
             kernel("gram", "fill_tile", self.defines),
-            (n_rows,),
+            (n_rows, -(-self.padded // piece)),
             (256,),
             (
                 *self.rows[:3],
@@ -239,31 +259,49 @@ class _Block:
                 first_row,
                 self.rows.n_rows,
                 np.int32(self.padded),
+                np.int32(piece),
                 self.shift,
                 self.scale,
                 self.base,
                 tile,
             ),
-            shared=self.padded * np.dtype(self.how.work).itemsize,
+            shared=piece * item,
         )
 
-    def _multiply(self, tile: Any, products: Any, low: int, high: int, n: int) -> None:
-        """Columns low:high of each stretch, transposed, times all its columns."""
-        import cupy
+    def _add_panel(self, tile: Any, products: Any, low: int, n: int, sums: Any) -> None:
+        """Add a panel of columns from `low` on, transposed, times all columns from `low` on."""
         from cupy_backends.cuda.libs import cublas
 
-        handle = _handle()
-        cublas.setStream(handle, cupy.cuda.get_current_stream().ptr)
-        one, zero = _scalars(self.how.work)
         how, width, step = self.how, self.width, self.stretch * self.width
-        left = tile.data.ptr + low * tile.dtype.itemsize
+        height, left = min(self.panel, self.padded - low), width - low
+        one, zero = _scalars(how.work)
+        start = tile.data.ptr + low * tile.dtype.itemsize
+        corner = sums.reshape(-1)[low * width + low :]
         # cuBLAS counts columns first: its matrix (width x rows) is the tile as it lies.
         cublas.gemmStridedBatchedEx(
-            *(handle, _OP_N, _OP_T, width, high - low, self.stretch),
-            *(one.ctypes.data, tile.data.ptr, how.stored_type, width, step),
-            *(left, how.stored_type, width, step),
-            *(zero.ctypes.data, products.data.ptr, how.product_type, width),
-            *(products.shape[1] * width, n, how.compute, _DEFAULT_ALGORITHM),
+            *(_handle(), _OP_N, _OP_T, left, height, self.stretch),
+            *(one.ctypes.data, start, how.stored_type, width, step),
+            *(start, how.stored_type, width, step),
+            *(zero.ctypes.data, products.data.ptr, how.product_type, left),
+            *(height * left, n, how.compute, _DEFAULT_ALGORITHM),
+        )
+        launch(
+            kernel("gram", "add_products", self.defines),
+            (-(-left // 256), height),
+            (256,),
+            (products, left, height * left, np.int32(n), width, corner),
+        )
+
+    def _multiply_symmetric(self, tile: Any, n_rows: int, sums: Any) -> None:
+        """Add the tile's product with itself to the upper triangle of `sums`."""
+        from cupy_backends.cuda.libs import cublas
+
+        one, _ = _scalars(self.how.work)
+        scalar = one.ctypes.data
+        # Columns first, as cuBLAS has it, the upper triangle is the lower one.
+        cublas.dsyrk(
+            *(_handle(), _FILL_LOWER, _OP_N, self.width, n_rows),
+            *(scalar, tile.data.ptr, self.width, scalar, sums.data.ptr, self.width),
         )
 
 
@@ -273,7 +311,7 @@ def _scalars(dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _handle() -> int:
-    """Give this thread's cuBLAS handle: results do not depend on the streams of others."""
+    """Give this thread's cuBLAS handle, set to its stream: others do not change its results."""
     import cupy
     from cupy_backends.cuda.libs import cublas
 
@@ -281,4 +319,5 @@ def _handle() -> int:
     mine = _handles.__dict__.setdefault("handles", {})
     if device not in mine:
         mine[device] = cublas.create()
+    cublas.setStream(mine[device], cupy.cuda.get_current_stream().ptr)
     return int(mine[device])
