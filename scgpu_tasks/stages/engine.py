@@ -105,6 +105,7 @@ class Engine:
         task_of: Callable[[Span], SpanTask],
         merge: Callable[[Span, Any, str | None], None],
         spans: Sequence[Span] | None = None,
+        at_once: int | None = None,
     ) -> None:
         """Visit all spans, or some, and hand each one's result to `merge`, in order.
 
@@ -117,10 +118,13 @@ class Engine:
             a thread); runs in the calling thread.
         spans
             Default: all.
+        at_once
+            Most tasks that may be under way or wait for `merge`. Default: as many as keep all
+            threads busy.
         """
         waiting: list[tuple[Span, Any]] = []
         queue = iter(self.spans if spans is None else spans)
-        room = self._pool.size + _AHEAD
+        room = min(self._pool.size + _AHEAD, at_once or self.n_blocks)
         try:
             while True:
                 while len(waiting) < room and (span := next(queue, None)) is not None:
@@ -174,6 +178,17 @@ class Engine:
         matrix = resident.identity(self.source) if on_gpu(self.source) else None
         if matrix is not None:
             self.on_exit(resident.drop, matrix)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether tasks work on GPUs."""
+        return on_gpu(self.source)
+
+    def everywhere(
+        self, function: Callable[..., Any], *arguments: Any
+    ) -> dict[str | None, Any]:
+        """Call a function in every process that runs tasks; results by address."""
+        return self._pool.everywhere(function, *arguments)
 
     def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function where tasks run, in one process, and wait for what it returns."""

@@ -26,6 +26,7 @@ from scgpu_tasks.kernels.transform import Transform
 from scgpu_tasks.specs import PCASpec
 from scgpu_tasks.stages import held
 from scgpu_tasks.stages.engine import Engine, Progress, Span, on_gpu
+from scgpu_tasks.stages.gram_room import tasks_at_once
 from scgpu_tasks.stages.parcels import RowTarget
 from scgpu_tasks.stages.pca_visits import Chosen, GramPart, ProjectRows, SumGram
 from scgpu_tasks.stages.qc_visits import cell_factors
@@ -97,7 +98,8 @@ def run_pca(
     Raises
     ------
     ParameterError
-        Fewer cells or genes than components.
+        Fewer cells or genes than components; or so many genes that their Gram matrix does not
+        fit into memory.
     DataError
         The Gram matrix is not finite.
     """
@@ -164,10 +166,12 @@ def masked_pca(
     with Engine(source, workers=workers, progress=progress, passes=2) as engine:
         engine.on_exit(held.drop, run.name, run.scratch)
         engine.drop_blocks_on_exit()
+        at_once = tasks_at_once(engine, n_genes)
         room = engine.rows_result((n_kept, pca.n_comps), np.float32)
         solve = _solver(engine, n_genes)
         sums = _GramSums(n_genes, n_dense)
-        engine.fold(partial(run.gram_task, n_dense, engine.can_hold), sums.add)
+        gram_task = partial(run.gram_task, n_dense, engine.can_hold)
+        engine.fold(gram_task, sums.add, at_once=at_once)
         gram, mean = sums.finish(n_kept, np.argsort(order, kind="stable"))
         PCs, variance, ratio = components(gram, mean, n_kept, pca, solve)
         del gram

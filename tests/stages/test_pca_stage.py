@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pandas as pd
@@ -14,10 +15,15 @@ from hypothesis import strategies as st
 
 from scgpu_tasks.errors import DataError, OutputError, ParameterError
 from scgpu_tasks.io.rows import open_rows
+from scgpu_tasks.kernels.transform import Transform
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
-from scgpu_tasks.stages import held
-from scgpu_tasks.stages.pca import run_pca
+from scgpu_tasks.stages import gram_room, held
+from scgpu_tasks.stages import pca as pca_stage
+from scgpu_tasks.stages.engine import Engine
+from scgpu_tasks.stages.pca import masked_pca, run_pca
+from scgpu_tasks.stages.pca_visits import SumGram
 from scgpu_tasks.stages.qc import run_qc
+from scgpu_tasks.stages.sources import as_source
 
 from .atlases import Cut, atlas, scrambled
 
@@ -142,8 +148,8 @@ def test_nothing_stays_held_after_an_error(data, qc, tmp_path, monkeypatch):
 
     for budget in (2**20, 0):
         monkeypatch.setattr(held.memory, "budget", budget)
+        source = Broken(data[0], range(0, 601, 60))
         with pytest.raises(OSError, match="gone"):
-            source = Broken(data[0], range(0, 601, 60))
             run_pca(source, qc.cells, qc.genes, 1e4, SPEC, scratch=tmp_path)
         assert not held.memory._rows
         assert list(tmp_path.iterdir()) == []
@@ -259,3 +265,57 @@ def test_a_scratch_folder_that_cannot_be_made_is_refused(data, qc, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot make the scratch folder"):
         run_pca(data[0], qc.cells, qc.genes, 1e4, SPEC, scratch=tmp_path / "file" / "s")
+
+
+@pytest.mark.parametrize(("gigabytes", "at_once"), [(0.75, 1), (1.1, 2)])
+def test_tasks_are_as_many_as_the_memory_holds_gram_matrices(
+    data, monkeypatch, gigabytes, at_once
+):
+    monkeypatch.setattr(gram_room, "free_memory", lambda: int(gigabytes * 1e9))
+    with Engine(as_source(data[0])) as engine:
+        assert gram_room.tasks_at_once(engine, 4_100) == at_once
+        assert gram_room.tasks_at_once(engine, 2_000) is None
+
+
+def test_too_many_genes_for_the_memory_are_refused_before_x_is_read(data, monkeypatch):
+    n_cells, n_genes = 60, 4_100
+    monkeypatch.setattr(gram_room, "free_memory", lambda: 500_000_000)
+
+    class Unread(Cut):
+        def read(self, start, stop):
+            msg = "X was read"
+            raise AssertionError(msg)
+
+    source = Unread(sp.csr_matrix((n_cells, n_genes), dtype=np.float32), [0, n_cells])
+    words = r"4100 highly variable genes needs 0\.6 GiB of memory, .* n_top_genes"
+    with pytest.raises(ParameterError, match=words):
+        masked_pca(
+            source,
+            np.ones(n_cells, bool),
+            np.ones(n_genes, bool),
+            np.ones(n_cells),
+            Transform.LOG1P,
+            SPEC,
+        )
+
+
+def test_one_task_at_a_time_gives_the_same_bytes(data, qc, monkeypatch):
+    source = Cut(data[0], range(0, 601, 60))
+    most, running, lock = 0, 0, threading.Lock()
+    visit = SumGram.visit
+
+    def counted(self, rows, start):
+        nonlocal most, running
+        with lock:
+            running += 1
+            most = max(most, running)
+        visit(self, rows, start)
+        with lock:
+            running -= 1
+
+    free = run_pca(source, qc.cells, qc.genes, 1e4, SPEC, workers=3)
+    monkeypatch.setattr(SumGram, "visit", counted)
+    monkeypatch.setattr(pca_stage, "tasks_at_once", lambda *_: 1)
+    tight = run_pca(source, qc.cells, qc.genes, 1e4, SPEC, workers=3)
+    assert most == 1
+    assert tight.X_pca.tobytes() == free.X_pca.tobytes()
