@@ -124,7 +124,9 @@ class Engine:
         """
         waiting: list[tuple[Span, Any]] = []
         queue = iter(self.spans if spans is None else spans)
-        room = min(self._pool.size + _AHEAD, at_once or self.n_blocks)
+        # Tasks on GPUs wait at their workers: these must not be idle while results are merged.
+        ahead = self._pool.size if self.on_gpu else _AHEAD
+        room = min(self._pool.size + ahead, at_once or self.n_blocks)
         try:
             while True:
                 while len(waiting) < room and (span := next(queue, None)) is not None:
