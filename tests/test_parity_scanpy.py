@@ -164,14 +164,14 @@ def test_highly_variable_genes(adata, filtered, case):
 def test_seurat_v3(adata, filtered):
     pytest.importorskip("skmisc", reason="seurat_v3 needs scikit-misc")
     _, kept, genes, _ = filtered
+    # Many rare genes have equal means, and loess cuts between neighbours: sums must be exact.
+    counts, kept = adata.X.copy(), kept[:, genes].copy()
+    for matrix in (counts, kept.X):
+        matrix.data = np.rint(matrix.data)
     spec = HVGSpec(flavor="seurat_v3", n_top_genes=N_TOP)
-    found = run_qc(adata.X, adata.obs, adata.var, QC, spec)
+    found = run_qc(counts, adata.obs, adata.var, QC, spec)
     theirs = sc.pp.highly_variable_genes(
-        kept[:, genes].copy(),
-        flavor="seurat_v3",
-        n_top_genes=N_TOP,
-        check_values=False,
-        inplace=False,
+        kept, flavor="seurat_v3", n_top_genes=N_TOP, inplace=False
     )
     mine = found.genes[genes]
     np.testing.assert_allclose(mine["variances_norm"], theirs["variances_norm"], rtol=1e-6)

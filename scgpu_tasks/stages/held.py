@@ -17,7 +17,7 @@ from scgpu_tasks.kernels.arrays import is_on_gpu
 from scgpu_tasks.kernels.rows import Rows
 
 # Bytes that one process holds; small beside a block and its decoding.
-BUDGET = 96 * 1024**2
+BUDGET = 64 * 1024**2
 # Share of a GPU's memory for rows that are on it.
 GPU_SHARE = 0.25
 
