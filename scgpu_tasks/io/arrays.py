@@ -213,7 +213,9 @@ class RowArray:
         return values
 
     def read_with(self, other: RowArray, start: int, stop: int) -> tuple[Any, Any]:
-        """Read rows ``start:stop`` of this array and of another, on a GPU at the same time.
+        """Read rows ``start:stop`` of this array and of another, on an idle GPU together.
+
+        Where other threads read too, there is enough at the same time already.
 
         Raises
         ------
@@ -224,8 +226,12 @@ class RowArray:
             return self.read(start, stop), other.read(start, stop)
         import cupy
 
+        from scgpu_tasks.io.scratch import reads_running
+
         # Memory belongs to the stream of the thread that asks for it, as in `read`.
         device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
+        if reads_running(device.id):
+            return self.read(start, stop), other.read(start, stop)
 
         def read_other() -> Any:
             with device, stream:

@@ -36,6 +36,8 @@ VERDICTS = {
 
 _TO_DEVICE, _TO_HOST = 1, 2
 _THREADS = 256
+_LEAST_FIRST = 256  # chunks of a first batch; fewer take the decoder as long
+_SLACK = 65536  # bytes after the last chunk, for a decoder that looks past a damaged one
 _IN_FLIGHT = 256  # extents that are read at the same time; each may be a file of its own
 
 
@@ -103,7 +105,11 @@ class _Run:
         self.refused: list[tuple[Jobs, NDArray[np.uint8]]] = []
         most = max(1, batch_bytes // self.layout.chunk_nbytes)
         most = min(most, scratch.settings().batch_chunks)
-        self.batches = cut_batches(len(self.plan.present), most)
+        # Where nothing else keeps the decoder busy, it begins on a part while more is read.
+        n = len(self.plan.present)
+        alone = _reads_alone(target) and n > 2 * _LEAST_FIRST
+        first = max(_LEAST_FIRST, min(n, most) // 4) if alone else 0
+        self.batches = cut_batches(n, most, first)
         self.tables = self._upload_tables()
         self.fill = _fill_words(self.layout)
 
@@ -163,7 +169,7 @@ class _Run:
 
     def _read(self, extents: Extents, slot: Slot) -> None:
         """Read the extents into the slot's device memory, many at the same time."""
-        memory = slot.stored.reserve(extents.nbytes, slot.stream)
+        memory = slot.stored.reserve(extents.nbytes + _SLACK, slot.stream)
         parts, task = list(extents), scratch.io_task(extents.nbytes)
         for first in range(0, len(parts), _IN_FLIGHT):
             self._read_parts(parts[first : first + _IN_FLIGHT], memory, task)
@@ -367,6 +373,11 @@ class _Run:
                 self._move_now(walk)
                 self.counts.refused_chunks[why] += 1
         self.request.trim()
+
+
+def _reads_alone(target: Any) -> bool:
+    """Tell whether no other read runs on the device of this one."""
+    return scratch.reads_running(target.device.id) <= 1
 
 
 def _describe(verdict: int) -> str:

@@ -202,10 +202,9 @@ def find_extents(jobs: Jobs, file_sizes: Ints, *, max_gap: int = MAX_GAP) -> Ext
     )
 
 
-def cut_batches(n: int, most: int) -> list[slice]:
-    """Cut ``n`` chunks into batches of at most ``most``, evenly."""
-    if n == 0:
-        return []
-    batches = -(-n // most)
-    edges = [n * i // batches for i in range(batches + 1)]
-    return [slice(a, b) for a, b in pairwise(edges)]
+def cut_batches(n: int, most: int, first: int = 0) -> list[slice]:
+    """Cut ``n`` chunks into batches of at most ``most``, evenly after a first of ``first``."""
+    first = min(first, most, n)
+    batches = -(-(n - first) // most)
+    edges = [first + (n - first) * i // batches for i in range(batches + 1)] if batches else [n]
+    return [slice(a, b) for a, b in pairwise([0, *edges] if first else edges)]

@@ -10,7 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import google_crc32c
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from zarr.storage._common import StorePath
 
 from scgpu_tasks.errors import CorruptChunkError, StoreError
+from scgpu_tasks.io.indices import Stamp, indices
 from scgpu_tasks.io.layout import (
     ArrayLayout,
     ChunkTable,
@@ -42,14 +43,6 @@ class Handle(Protocol):
 
     def close(self) -> None:
         """Close the file."""
-
-
-class Stamp(NamedTuple):
-    """What tells one version of a file from the next."""
-
-    inode: int
-    size: int
-    mtime_ns: int
 
 
 @dataclass
@@ -146,7 +139,8 @@ class Request:
         handle = self._open.get(number)
         if handle is None:
             handle = self._open_file(number)
-            if handle is None or _stamp(os.fstat(handle.fileno())) != self.files[number].stamp:
+            found = None if handle is None else os.fstat(handle.fileno())
+            if handle is None or found is None or _stamp(found) != self.files[number].stamp:
                 msg = f"{self.files[number].path} changed while it was read; read it again"
                 raise StoreError(msg)
         return handle
@@ -214,25 +208,31 @@ class Request:
 
     def _table(self, number: int) -> ChunkTable:
         file, layout = self.files[number], self.layout
+        # Every call that waits gives up the interpreter's lock, and getting it back from other
+        # reads takes longer than the call: a shard whose index is known takes one.
+        file.stamp = _stat(file.path)
+        if file.stamp is None:
+            return absent_table(layout)
         if not layout.sharded:
-            file.stamp = _stat(file.path)
-            if file.stamp is None:
-                return absent_table(layout)
             return whole_file_table(file.stamp.size, layout)
+        known = indices.find(file.path, file.stamp, layout)
+        if known is not None:
+            return known
         handle = self._open_file(number)
         if handle is None:
+            file.stamp = None
             return absent_table(layout)
         fd = handle.fileno()
         file.stamp = _stamp(os.fstat(fd))
         size, n = file.stamp.size, layout.index_nbytes
         raw = os.pread(fd, n, max(size - n, 0) if layout.index_at_end else 0)
         self.trim()
-        return parse_shard_index(raw, size, layout, **file.place)
+        table = parse_shard_index(raw, size, layout, **file.place)
+        indices.keep(file.path, file.stamp, layout, table)
+        return table
 
     def _open_file(self, number: int) -> Handle | None:
         path = self.files[number].path
-        if _stat(path) is None:
-            return None
         try:
             handle = self._opener(path)
         except (OSError, RuntimeError) as error:
@@ -298,7 +298,7 @@ def _stored_file(getter: StorePath, key_parts: int) -> StoredFile:
 
 
 def _stamp(found: os.stat_result) -> Stamp:
-    return Stamp(found.st_ino, found.st_size, found.st_mtime_ns)
+    return Stamp(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _stat(path: str) -> Stamp | None:

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 ROWS_PER_BLOCK = 20_000
 GPU_BLOCKS_PER_DEVICE = 55
+"""Most blocks of a GPU."""
+
+LEAST_GPU_BLOCKS = 8
+"""Fewest blocks of a GPU, so that all threads of a worker have some."""
+
+GPU_BLOCK_VALUES = 2**27
+"""Values that fill a decoder call: 2,048 chunks of 256 KiB as float32. Fewer take as long."""
+
 MAX_BLOCK_NNZ = 2**31 - 1
 _MAX_EXACT_FLOAT32 = 2**24
 
@@ -258,13 +266,14 @@ def open_rows(
         A layer's name; None for X.
     chunks
         Rows of a block; or the rows of each block; or ``"auto"``: 20,000, and on a GPU that
-        decodes the chunks itself about 55 blocks a GPU, but fewer rows where a block would
-        hold more than 2³¹ − 1 values or `max_bytes`.
+        decodes the chunks itself blocks of about 2²⁷ values, 8 to 55 a GPU; but fewer rows
+        where a block would hold more than 2³¹ − 1 values or `max_bytes`.
     device
         Where blocks go: ``"cpu"`` or ``"gpu"``.
     max_bytes
         Most bytes of a block's decoded values and column numbers, with ``chunks="auto"``.
-        Default: an eighth of the memory that one core, or a 32nd of what the GPU, has.
+        Default: an eighth of the memory that one core has, or a 32nd of the GPU's that is
+        free or that RMM may take.
 
     Raises
     ------
@@ -324,7 +333,9 @@ def _cut(
             raise ParameterError(msg)
         rows = ROWS_PER_BLOCK
         if device == "gpu" and matrix.gpu_decodes:
-            rows = max(rows, -(-n_obs // (GPU_BLOCKS_PER_DEVICE * _count_gpus())))
+            full = int(offsets[-1]) // (GPU_BLOCK_VALUES * _count_gpus())
+            blocks = max(LEAST_GPU_BLOCKS, min(GPU_BLOCKS_PER_DEVICE, full)) * _count_gpus()
+            rows = max(rows, -(-n_obs // blocks))
         if max_bytes is None:
             max_bytes = _default_max_bytes(device)
         most = max(1, min(MAX_BLOCK_NNZ, max_bytes // matrix.bytes_per_value))
@@ -359,9 +370,9 @@ def _even_cut(n_obs: int, rows: int, offsets: NDArray[Any], most: int) -> NDArra
 
 def _default_max_bytes(device: str) -> int:
     if device == "gpu":
-        import cupy
+        from scgpu_tasks.io.gpu_memory import memory_available
 
-        return int(cupy.cuda.runtime.memGetInfo()[0]) // 32
+        return memory_available() // 32
     from dask.system import CPU_COUNT
     from distributed.system import MEMORY_LIMIT
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,15 @@ def _set_up(kvikio: Any, settings: ReadSettings) -> None:
 
 
 def io_threads() -> int:
-    """Return KvikIO's number of threads: the cores for each GPU, from 4 to 16."""
+    """Return KvikIO's number of threads: half of the cores for each GPU, from 4 to 16."""
     cores = len(os.sched_getaffinity(0))
-    return max(4, min(16, cores // max(1, _cupy().cuda.runtime.getDeviceCount())))
+    return max(4, min(16, cores // (2 * _machine_gpus())))
+
+
+def _machine_gpus() -> int:
+    """Count the GPUs of the machine, also where this process may see one of them only."""
+    nodes = Path("/dev").glob("nvidia[0-9]*")
+    return max(1, sum(1 for _ in nodes), int(_cupy().cuda.runtime.getDeviceCount()))
 
 
 _settings = ReadSettings()
@@ -279,6 +286,7 @@ class _Pool:
         self._free: list[Reader] = []
         self._lock = threading.Lock()
         self._readers = settings().readers
+        self._in_use = 0
         self._turn = threading.BoundedSemaphore(self._readers)
         self._total = _cupy().cuda.runtime.memGetInfo()[1]
 
@@ -292,27 +300,38 @@ class _Pool:
     @contextmanager
     def borrow(self) -> Iterator[Reader]:
         """Wait for a turn, and lend a reader; its streams are idle when it comes back."""
-        cp = _cupy()
         with self._turn:
             with self._lock:
                 reader = self._free.pop() if self._free else None
-            if reader is None:
-                reader = Reader(self.device)
+                self._in_use += 1
             sound = False
             try:
+                if reader is None:
+                    reader = Reader(self.device)
                 yield reader
                 sound = True
             finally:
-                # Nothing may still write into the caller's output, or into scratch that the
-                # next read uses, also after an error. After a CUDA error the reader is lost.
-                try:
-                    reader.synchronize()
-                except cp.cuda.runtime.CUDARuntimeError:
-                    if sound:
-                        raise
-                else:
-                    with self._lock:
-                        self._free.append(reader)
+                with self._lock:
+                    self._in_use -= 1
+                if reader is not None:
+                    self._take_back(reader, sound=sound)
+
+    @property
+    def in_use(self) -> int:
+        """Number of reads that are running."""
+        return self._in_use
+
+    def _take_back(self, reader: Reader, *, sound: bool) -> None:
+        # Nothing may still write into the caller's output, or into scratch that the next
+        # read uses, also after an error. After a CUDA error the reader is lost.
+        try:
+            reader.synchronize()
+        except _cupy().cuda.runtime.CUDARuntimeError:
+            if sound:
+                raise
+        else:
+            with self._lock:
+                self._free.append(reader)
 
     def release(self) -> int:
         """Free the memory of the readers that are not in use; return how much it was."""
@@ -343,6 +362,13 @@ def pool_of(device: int) -> _Pool:
             require_gpu()
             found = _pools[device] = _Pool(device)
     return found
+
+
+def reads_running(device: int) -> int:
+    """Return how many reads of this process run on a device."""
+    with _pools_lock:
+        pool = _pools.get(device)
+    return 0 if pool is None else pool.in_use
 
 
 def scratch_held() -> int:

@@ -33,17 +33,18 @@ class ReadSettings:
         nvCOMP takes as long for one chunk as for a thousand, about 35 times as long as one
         core, whatever the size of the chunk. 0: never.
     io_threads
-        Threads of KvikIO; None: the cores for each GPU, from 4 to 16.
+        Threads of KvikIO; None: half of the cores for each GPU, from 4 to 16. The threads that
+        submit reads and launch kernels need the others.
     io_task_bytes, io_least_bytes
         Most and least that one of them reads in one go: what a batch needs is shared out
         among all. Bounce buffers are as large as the most.
     """
 
-    readers: int = 8
-    batch_chunks: int = 1024
-    batch_bytes: int = 256 * _MIB
+    readers: int = 6
+    batch_chunks: int = 2048
+    batch_bytes: int = 512 * _MIB
     scratch_share: float = 0.25
     small_request: int = 16
     io_threads: int | None = None
-    io_task_bytes: int = 16 * _MIB
+    io_task_bytes: int = 8 * _MIB
     io_least_bytes: int = 2 * _MIB

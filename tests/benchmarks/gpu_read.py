@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("store", type=Path)
     parser.add_argument("--nnz", type=int, default=2_000_000_000)
-    parser.add_argument("--shards", type=int, default=4, help="shards of a block")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--shards", type=int, default=8, help="shards of a block")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 6, 8])
     parser.add_argument("--host-nnz", type=int, default=402_653_184)
     parser.add_argument("--lazy", action="store_true")
     parser.add_argument("--workers", type=int, default=0, help="GPUs of --lazy; 0: all")
@@ -104,7 +104,7 @@ def run_reads(args: argparse.Namespace) -> dict[str, Any]:
         }
     result["best decoded GB/s"] = round(best, 1)
     result["given back by release_memory, MiB"] = round(release_memory() / MIB)
-    result["one chunk of 256 KiB, ms"] = one_chunk(arrays["data"])
+    result["one chunk of 256 KiB, ms"] = one_chunk(args.store, arrays["data"])
 
     reading, stored = ceiling_of_reading(args.store, nnz, shard)
     decoding = ceiling_of_decoding(args.store, arrays, nnz)
@@ -200,18 +200,63 @@ def peak_memory() -> Iterator[Callable[[], int]]:
         thread.join()
 
 
-def one_chunk(array: Any) -> dict[str, float]:
-    n = array.chunks[0]
-    times = []
-    for i in range(200):
-        start = i % (array.shape[0] // n) * n
-        times.append(1000 * timed(lambda s=start: read_block(array, s, s + n)))
-    ordered = sorted(times[20:])
+def one_chunk(store: Path, array: Any) -> dict[str, float]:
+    """What one chunk takes on the host, and by GPU beside KvikIO and nvCOMP alone."""
+    from scgpu_tasks.io import scratch
+
+    found = spread(chunk_times(array, 200), "")
+    before = scratch.configure(replace(scratch.settings(), small_request=0))
+    try:
+        found |= spread(chunk_times(array, 60), "by GPU: ")
+    finally:
+        scratch.configure(before)
+    reading, decoding = parts_of_a_chunk(store / "X/data", array)
+    found["KvikIO alone"], found["nvCOMP alone"] = round(reading, 3), round(decoding, 3)
+    found["overhead"] = round(found["by GPU: median"] - reading - decoding, 3)
+    return found
+
+
+def chunk_times(array: Any, n: int) -> list[float]:
+    width, times = array.chunks[0], []
+    for i in range(n):
+        start = i % (array.shape[0] // width) * width
+        times.append(1000 * timed(lambda s=start: read_block(array, s, s + width)))
+    return sorted(times[n // 10 :])
+
+
+def spread(times: list[float], prefix: str) -> dict[str, float]:
     return {
-        "median": round(statistics.median(ordered), 3),
-        "least": round(ordered[0], 3),
-        "95 %": round(ordered[int(0.95 * len(ordered))], 3),
+        f"{prefix}median": round(statistics.median(times), 3),
+        f"{prefix}least": round(times[0], 3),
+        f"{prefix}95 %": round(times[int(0.95 * len(times))], 3),
     }
+
+
+def parts_of_a_chunk(path: Path, array: Any) -> tuple[float, float]:
+    """Median milliseconds of KvikIO opening and reading a chunk, and of nvCOMP decoding it."""
+    import cupy as cp
+    import kvikio
+
+    from scgpu_tasks.io import nvcomp
+    from scgpu_tasks.io.layout import analyse_array
+
+    layout: Any = analyse_array(array.metadata)
+    _, sources, sizes = ready_chunks(path, layout, 1)
+    lib, lane = nvcomp.load(), decode_lane(nvcomp.load(), 1, layout.chunk_nbytes)
+    nbytes = int(sizes[0])
+    buffer = cp.empty(nbytes, cp.uint8)
+
+    def read() -> None:
+        with kvikio.CuFile(str(path / "c/0"), "r") as file:
+            file.pread(buffer, nbytes, 0).get()
+
+    def decode() -> None:
+        lane.decode(lib, sources, sizes)
+        lane.stream.synchronize()
+
+    return tuple(  # type: ignore[return-value]
+        statistics.median([1000 * timed(call) for _ in range(60)]) for call in (read, decode)
+    )
 
 
 def ceiling_of_reading(store: Path, nnz: int, shard: int) -> tuple[float, int]:

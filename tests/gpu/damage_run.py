@@ -1,11 +1,12 @@
 """Damage arrays at random and read them by GPU, in a process of its own.
 
-    python -m tests.gpu.damage_run FOLDER [--rounds 1500] [--seed 0] [--small]
+    python -m tests.gpu.damage_run FOLDER [--rounds 1500] [--seconds 40] [--seed 0] [--small]
 
 Every damaged read must end in the right values, in the same values as on the host, or in a
 named error; after each, a sound array must still read right. Chunks without any checksum may
 also decode to values of their own, where only their own stored bytes were changed. All rounds
-are run; prints what happened by codecs, and as JSON at the end. Exit code 1 after a wrong one.
+are run that fit the time; prints what happened by codecs, and as JSON at the end. Exit code 1
+after a wrong round, and after one that does not end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import faulthandler
 import json
 import shutil
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from tests.io.damage import damage
 from tests.io.read_cases import CHAINS, read, same_bytes, seeded
 
 CHUNK, PER_SHARD = 6_000, 8
+LONGEST_ROUND = 20  # seconds
 UNCHECKED = "undetected in the stored bytes of a chunk without checksum"
 HOST_ERRORS = (ValueError, RuntimeError, OSError, MemoryError, IndexError)
 
@@ -38,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--seconds", type=float, default=40, help="begin no round later")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="as small requests, on the host")
     args = parser.parse_args()
@@ -46,7 +50,12 @@ def main() -> None:
     found: dict[str, Counter[str]] = {name: Counter() for name in CHAINS}
     originals = {name: make(args.folder / f"sound-{i}", name) for i, name in enumerate(CHAINS)}
     sound_path, sound_values = originals["zstd"]
+    started = time.perf_counter()
     for i in range(args.rounds):
+        if time.perf_counter() - started > args.seconds:
+            break
+        # A decoder that never ends on a damaged stream would leave nothing to read but this.
+        faulthandler.dump_traceback_later(LONGEST_ROUND, exit=True)
         draw = seeded(args.seed + i)
         name = list(CHAINS)[draw(0, len(CHAINS) - 1)]
         path, values = originals[name]
@@ -63,6 +72,7 @@ def main() -> None:
         if outcome.startswith("WRONG"):
             print(f"  {outcome}", flush=True)
         found[name][outcome] += 1
+    faulthandler.cancel_dump_traceback_later()
     for name, outcomes in found.items():
         for outcome, n in outcomes.most_common():
             print(f"{name:20} {n:6} {outcome}")

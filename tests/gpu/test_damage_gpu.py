@@ -30,21 +30,23 @@ def _all_on_the_gpu() -> Iterator[None]:
     scratch.configure(before)
 
 
-@pytest.mark.parametrize(("rounds", "way"), [(1500, ()), (300, ("--small",))])
+@pytest.mark.parametrize(("seconds", "way"), [(30, ()), (6, ("--small",))])
 def test_random_damage_never_gives_wrong_numbers_nor_breaks_the_process(
-    tmp_path: Path, rounds: int, way: tuple[str, ...]
+    tmp_path: Path, seconds: int, way: tuple[str, ...]
 ) -> None:
     # In a process of its own: what breaks the GPU's context must not take all tests with it.
     command = [sys.executable, "-m", "tests.gpu.damage_run", str(tmp_path)]
-    command += ["--rounds", str(rounds), *way]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    command += ["--seconds", str(seconds), *way]
+    # A round that does not end ends the process, after 20 seconds.
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     lines = done.stdout.splitlines()
     told = "\n".join(line for line in lines if not line.startswith("round"))
     print(told)
     assert done.returncode == 0, f"{told}\n{lines[-2:]}\n{done.stderr[-3000:]}"
     found = json.loads(lines[-1])
+    rounds = sum(found.values())
+    assert rounds > seconds
     assert found["named error"] > rounds / 3
-    assert sum(found.values()) == rounds
     # The host's library finds most of this damage, so small requests leave hardly any.
     assert found.get(UNCHECKED, 0) <= rounds / 20 * (not way)
 

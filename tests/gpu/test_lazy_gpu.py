@@ -185,17 +185,25 @@ def test_auto_takes_the_gpu(small_store: Path) -> None:
     assert isinstance(read_lazy(small_store).X._meta, csr_matrix)
 
 
-def test_auto_cuts_large_stores_into_few_blocks_a_gpu(tmp_path: Path) -> None:
+def test_auto_cuts_large_stores_into_few_blocks_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import cupy
 
-    from scgpu_tasks.io.rows import GPU_BLOCKS_PER_DEVICE, ROWS_PER_BLOCK
+    from scgpu_tasks.io import rows
 
-    n_blocks = GPU_BLOCKS_PER_DEVICE * cupy.cuda.runtime.getDeviceCount()
-    n_obs = n_blocks * ROWS_PER_BLOCK * 3 // 2
+    n_gpus = cupy.cuda.runtime.getDeviceCount()
+    n_obs = 12_000 * n_gpus
     store = write_synthetic(tmp_path / "a.zarr", n_obs, 40, nnz_per_cell=2)
-    assert open_rows(store, device="gpu").n_blocks == n_blocks
-    assert open_rows(store, device="cpu").n_blocks == n_blocks * 3 // 2 + n_blocks * 3 % 2
-    assert open_rows(store, device="gpu", max_bytes=50_000).n_blocks > n_blocks
+    monkeypatch.setattr(rows, "ROWS_PER_BLOCK", 100)
+    nnz = open_rows(store, device="gpu").nnz
+    assert nnz is not None
+    # Blocks of so many values; but at least 8 a GPU, and at most 55.
+    for blocks, expected in ((1, 8), (20, 20), (500, 55)):
+        monkeypatch.setattr(rows, "GPU_BLOCK_VALUES", nnz // (blocks * n_gpus))
+        assert open_rows(store, device="gpu").n_blocks == expected * n_gpus
+    assert open_rows(store, device="cpu").n_blocks == 120 * n_gpus
+    assert open_rows(store, device="gpu", max_bytes=2_000).n_blocks > 55 * n_gpus
 
 
 @pytest.mark.parametrize("streams", ["default", "own"])

@@ -153,6 +153,15 @@ def test_extents_cover_every_chunk_without_passing_the_end(
     assert len(found.start) <= n
 
 
+@given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 60))
+def test_a_first_batch_may_be_smaller(n: int, most: int, first: int) -> None:
+    batches = cut_batches(n, most, first)
+    assert [i for b in batches for i in range(b.start, b.stop)] == list(range(n))
+    lengths = [b.stop - b.start for b in batches]
+    assert all(1 <= length <= most for length in lengths)
+    assert not lengths or lengths[0] == min(first, most, n)
+
+
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_batches_are_even_and_complete(n: int, most: int) -> None:
     batches = cut_batches(n, most)
