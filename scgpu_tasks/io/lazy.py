@@ -41,8 +41,8 @@ def read_lazy(
         An AnnData zarr store: a folder of zarr format 2 or 3, or a zip file of one.
     chunks
         Rows of a block; or the rows of each block; or ``"auto"``: 20,000, and on a GPU that
-        decodes the chunks itself about 55 blocks a GPU, but fewer rows where a block would
-        hold more than 2³¹ − 1 values or `max_bytes`.
+        decodes the chunks itself blocks of about 2²⁷ values, 8 to 55 a GPU; but fewer rows
+        where a block would hold more than 2³¹ − 1 values or `max_bytes`.
     device
         ``"cpu"``: blocks are SciPy CSR matrices or NumPy arrays. ``"gpu"``: blocks are CuPy's,
         on the device that is current in the thread that computes them. ``"auto"``: on a GPU
