@@ -58,6 +58,26 @@ def gram_add(
     form(rows.data, "gram").gram_add(rows, factor, transform, n_dense, gram, sums)
 
 
+def upper(gram: Any) -> Any:
+    """Copy the upper triangle, in panels of whole rows from the diagonal on, of a partial.
+
+    For partials on a GPU, in which it is complete.
+
+    Returns
+    -------
+    One dimension; such copies can be added up.
+    """
+    return form(gram, "gram").upper(gram)
+
+
+def from_upper(flat: np.ndarray, n: int) -> np.ndarray:
+    """Symmetric matrix of `n` columns, on the host, from the sum of what `upper` gave."""
+    # Plain NumPy: the form that made the panels knows their shape.
+    from scgpu_tasks.kernels._gpu import gram
+
+    return gram.from_upper(flat, n)
+
+
 def finish(gram: Any, n_dense: int) -> Any:
     """Symmetric Gram matrix from the sum of all partials; works in place."""
     return form(gram, "gram").finish(gram, n_dense)

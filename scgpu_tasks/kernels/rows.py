@@ -8,6 +8,7 @@ import numpy as np
 
 from scgpu_tasks.errors import FormatError
 from scgpu_tasks.kernels._dispatch import form
+from scgpu_tasks.kernels.arrays import is_on_gpu
 
 
 class Rows(NamedTuple):
@@ -50,12 +51,9 @@ def make_rows(indptr: Any, indices: Any, data: Any, n_cols: int) -> Rows:
     """
     indptr = indptr.astype(np.int64, copy=False)
     nnz = len(data)
-    if (
-        len(indices) != nnz
-        or indptr[0] != 0
-        or indptr[-1] != nnz
-        or (np.diff(indptr) < 0).any()
-    ):
+    # On a GPU `row_order` looks at indptr with the indices: each look here would wait for it.
+    rises = (len(indptr) > 1 or nnz == 0) if is_on_gpu(indptr) else _rises(indptr, nnz)
+    if len(indices) != nnz or not rises:
         msg = (
             f"indptr must rise from 0 to the number of stored values, but it goes from "
             f"{indptr[0]} to {indptr[-1]} over {len(indices)} indices and {nnz} values"
@@ -67,8 +65,19 @@ def make_rows(indptr: Any, indices: Any, data: Any, n_cols: int) -> Rows:
     return Rows(indptr, indices, _as_kernel_type(data, _DATA_TYPES), int(n_cols))
 
 
+def _rises(indptr: np.ndarray, nnz: int) -> bool:
+    """Tell whether indptr rises from 0 to the number of values."""
+    return bool(indptr[0] == 0 and indptr[-1] == nnz and not (np.diff(indptr) < 0).any())
+
+
 def row_order(rows: Rows) -> RowOrder:
-    """Whether all indices are columns, and whether they strictly rise within each row."""
+    """Whether all indices are columns, and whether they strictly rise within each row.
+
+    Raises
+    ------
+    FormatError
+        The rows are on a GPU, and their indptr does not rise from 0 to the number of values.
+    """
     return form(rows.data, "rows").row_order(rows)
 
 

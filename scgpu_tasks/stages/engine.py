@@ -12,6 +12,7 @@ in this process's memory is always visited by threads.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,9 @@ from scgpu_tasks.stages import resident
 from scgpu_tasks.stages.pools import Cluster, Pool, Threads, current_client
 from scgpu_tasks.stages.sources import BlockSource, DaskBlocks, MemoryBlocks
 from scgpu_tasks.stages.spans import Span, SpanTask, Visit, on_gpu, run_span, spans_of
+from scgpu_tasks.stages.timing import Watch
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Engine", "Progress", "Span", "SpanTask", "Visit", "on_gpu", "run_span", "spans_of"]
 
@@ -124,8 +128,10 @@ class Engine:
         """
         waiting: list[tuple[Span, Any]] = []
         queue = iter(self.spans if spans is None else spans)
-        # Tasks on GPUs wait at their workers: these must not be idle while results are merged.
-        ahead = self._pool.size if self.on_gpu else _AHEAD
+        # Tasks on GPUs, which are few, wait at their workers: these must not be idle while
+        # results are merged.
+        ahead = len(self.spans) if self.on_gpu else _AHEAD
+        threads, watch = Watch(), Watch()
         room = min(self._pool.size + ahead, at_once or self.n_blocks)
         try:
             while True:
@@ -135,7 +141,11 @@ class Engine:
                     keep = bool(self.keep_blocks)
                     future = self._pool.submit(self.source, span, task, keep)
                     waiting.append((span, future))
+                watch.lap("submitting")
                 if not waiting:
+                    logger.debug(
+                        "visits of %d spans: %s; threads: %s", len(self.spans), watch, threads
+                    )
                     return
                 span, future = waiting.pop(0)
                 try:
@@ -143,9 +153,12 @@ class Engine:
                 finally:
                     self._pool.forget(future)
                 del future
+                watch.lap("waiting")
+                threads.add(visit.seconds)
                 self._count(span, visit)
                 merge(span, visit.value, visit.where)
                 del visit
+                watch.lap("merging")
         finally:
             for _, future in waiting:
                 self._pool.forget(future)

@@ -65,9 +65,9 @@ def _size(rows: Sequence[Rows]) -> int:
 
 
 def _gpu_budget() -> int:
-    import cupy
+    from scgpu_tasks.kernels._gpu.module import memory_limit
 
-    return int(GPU_SHARE * cupy.cuda.runtime.memGetInfo()[1])
+    return int(GPU_SHARE * memory_limit())
 
 
 memory = _Memory(BUDGET)

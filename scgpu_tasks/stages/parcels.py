@@ -74,16 +74,18 @@ class SharedArray:
 
     def write(self, first: int, rows: np.ndarray) -> bool:
         """See `RowTarget`."""
-        rows = np.ascontiguousarray(rows, self.dtype)
+        rows = np.ascontiguousarray(rows, self.dtype).reshape(-1)
         at = first * int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        skip = at % mmap.ALLOCATIONGRANULARITY
+        if not len(rows):
+            return True
         try:
             with Path(self.path).open("r+b", buffering=0) as file:
-                left = memoryview(rows).cast("B") if rows.size else memoryview(b"")
-                while left:
-                    done = os.pwrite(file.fileno(), left, at)
-                    at, left = at + done, left[done:]
+                # Mapped: writes to one file would wait for one another.
+                mapped = mmap.mmap(file.fileno(), skip + rows.nbytes, offset=at - skip)
         except FileNotFoundError:
             return False
+        np.frombuffer(mapped, self.dtype, len(rows), skip)[:] = rows
         return True
 
 
@@ -105,6 +107,15 @@ class Mailbox:
     def open(self, value: Any) -> Any:
         """Unpack a result; one that came without a parcel is handed back as it is."""
         return _unpack(value) if isinstance(value, Parcel) else value
+
+    def send(self, value: Any) -> Any:
+        """Make a parcel of something for workers; they may unpack it more than once."""
+        return pack(value, self.address)
+
+    def discard(self, value: Any) -> None:
+        """Delete a parcel that nobody needs any more."""
+        if isinstance(value, Parcel):
+            Path(value.path).unlink(missing_ok=True)
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> SharedArray | None:
         """Make an array that workers on this machine can write to, if there is room."""
@@ -155,6 +166,17 @@ def pack(value: Any, address: str | None) -> Any:
     return Parcel(pickled, str(path), sizes)
 
 
+def unpack_sent(value: Any) -> Any:
+    """Unpack what `Mailbox.send` made, without consuming it.
+
+    Raises
+    ------
+    FileNotFoundError
+        This process does not see the sender's shared memory.
+    """
+    return _unpack(value, keep=True) if isinstance(value, Parcel) else value
+
+
 def _starts(sizes: Sequence[int]) -> list[int]:
     starts = [0]
     for size in sizes:
@@ -172,13 +194,16 @@ def _write(path: Path, views: Sequence[memoryview]) -> None:
             file.write(view)
 
 
-def _unpack(parcel: Parcel) -> Any:
+def _unpack(parcel: Parcel, *, keep: bool = False) -> Any:
     starts = _starts(parcel.sizes)
+    # What another process may unpack as well must not be changed by this one.
+    access = mmap.ACCESS_COPY if keep else mmap.ACCESS_WRITE
     with Path(parcel.path).open("r+b") as file:
-        mapped = memoryview(mmap.mmap(file.fileno(), max(starts[-1], 1)))
-    with contextlib.suppress(FileNotFoundError):
-        # The mapping lives on until the arrays are gone.
-        Path(parcel.path).unlink()
+        mapped = memoryview(mmap.mmap(file.fileno(), max(starts[-1], 1), access=access))
+    if not keep:
+        with contextlib.suppress(FileNotFoundError):
+            # The mapping lives on until the arrays are gone.
+            Path(parcel.path).unlink()
     views = [
         mapped[start : start + size] for start, size in zip(starts, parcel.sizes, strict=False)
     ]

@@ -32,6 +32,7 @@ from scgpu_tasks.stages.pca_visits import Chosen, GramPart, ProjectRows, SumGram
 from scgpu_tasks.stages.qc_visits import cell_factors
 from scgpu_tasks.stages.rowwise import by_rows
 from scgpu_tasks.stages.sources import BlockSource, as_source
+from scgpu_tasks.stages.timing import timed
 
 
 @dataclass
@@ -107,7 +108,8 @@ def run_pca(
     if "passed_qc" in genes:
         mask = mask & genes["passed_qc"].to_numpy(dtype=bool)
     keep = cells["passed_qc"].to_numpy(dtype=bool)
-    factors = cell_factors(cells["total_counts"].to_numpy(dtype=np.float64), target_sum)
+    with timed("factors of the cells"):
+        factors = cell_factors(cells["total_counts"].to_numpy(dtype=np.float64), target_sum)
     found = genes["n_cells_kept"].to_numpy() if "n_cells_kept" in genes else None
     return masked_pca(
         as_source(source),
@@ -172,12 +174,15 @@ def masked_pca(
         sums = _GramSums(n_genes, n_dense)
         gram_task = partial(run.gram_task, n_dense, engine.can_hold)
         engine.fold(gram_task, sums.add, at_once=at_once)
-        gram, mean = sums.finish(n_kept, np.argsort(order, kind="stable"))
-        PCs, variance, ratio = components(gram, mean, n_kept, pca, solve)
+        with timed("Gram matrix made whole"):
+            gram, mean = sums.finish(n_kept, np.argsort(order, kind="stable"))
+        with timed("eigenvectors"):
+            PCs, variance, ratio = components(gram, mean, n_kept, pca, solve)
         del gram
         offset = mean @ PCs if pca.zero_center else np.zeros(pca.n_comps)
         first = _first_kept(engine.spans, keep)
-        scores, target = room.result()
+        with timed("room for the scores"):
+            scores, target = room.result()
 
         def take(span: Span, part: np.ndarray | None, _: str | None) -> None:
             if part is not None:
@@ -274,8 +279,9 @@ class _GramSums:
             self.gram = part.gram
         else:
             total = self.gram
+            n = 256 if total.ndim == 2 else 1 << 18
             by_rows(
-                lambda rows: np.add(total[rows], part.gram[rows], total[rows]), len(total), 256
+                lambda rows: np.add(total[rows], part.gram[rows], total[rows]), len(total), n
             )
 
     def finish(self, n: int, back: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -283,7 +289,10 @@ class _GramSums:
         if self.gram is None:
             msg = "X has no rows"
             raise DataError(msg)
-        gram = gram_kernel.finish(self.gram, self.n_dense)
+        if self.gram.ndim == 1:
+            gram = gram_kernel.from_upper(self.gram, len(self.sums))
+        else:
+            gram = gram_kernel.finish(self.gram, self.n_dense)
         if not np.isfinite(gram).all():
             msg = (
                 "the Gram matrix holds NaN or infinite values: X has such values, or values "

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from scgpu_tasks.kernels.arrays import to_host
-from scgpu_tasks.kernels.gram import gram_add
+from scgpu_tasks.kernels.arrays import is_on_gpu, to_host, to_host_quickly
+from scgpu_tasks.kernels.gram import gram_add, upper
 from scgpu_tasks.kernels.project import project
 from scgpu_tasks.kernels.rows import Rows
 from scgpu_tasks.kernels.select import pack, select
@@ -59,6 +59,7 @@ class Chosen:
 class GramPart:
     """A span's share of the Gram matrix, in the form that `kernels.gram` works in.
 
+    What comes from a GPU is its upper triangle alone, as `kernels.gram.upper` gives it.
     `held` says whether the process that made it holds the span's chosen genes.
     """
 
@@ -99,16 +100,17 @@ class SumGram:
             self._part = self._zeros(rows.data)
         some, factors = self.chosen.of(rows, start)
         part = self._part
+        packed = [pack(some)] if self.hold else []
         gram_add(some, factors, self.chosen.transform, self.n_dense, part.gram, part.sums)
-        if self.hold:
-            self._packed.append(pack(some))
+        self._packed += packed
 
     def result(self) -> GramPart:
         """See `SpanTask`."""
         part = self._part or self._zeros(np.empty(0))
         if self.hold:
             part.held = held.hold(self.chosen.key, self._packed, self.chosen.scratch)
-        return GramPart(to_host(part.gram), to_host(part.sums), part.held)
+        gram = to_host_quickly(upper(part.gram)) if is_on_gpu(part.gram) else part.gram
+        return GramPart(gram, to_host(part.sums), part.held)
 
     def _zeros(self, like: Any) -> GramPart:
         n = self.chosen.n_genes
@@ -169,7 +171,7 @@ class ProjectRows:
         shape = (rows.n_rows, len(self.offset))
         scores: Any = np.empty(shape, np.float32, like=rows.data)
         project(rows, factors, self.chosen.transform, self.components, self.offset, scores)
-        on_host = to_host(scores)
+        on_host = to_host_quickly(scores)
         if self.target is not None and self.target.write(self.first, on_host):
             self.first += len(on_host)
         else:

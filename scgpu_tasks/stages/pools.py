@@ -15,7 +15,10 @@ from threadpoolctl import threadpool_limits
 
 from scgpu_tasks.stages import parcels
 from scgpu_tasks.stages.sources import BlockSource, DaskBlocks
-from scgpu_tasks.stages.spans import Span, SpanTask, Visit, run_span
+from scgpu_tasks.stages.spans import Span, SpanTask, Visit, on_gpu, run_span
+from scgpu_tasks.stages.timing import Watch
+
+_SWITCH_SECONDS = 2e-4
 
 
 class Pool(Protocol):
@@ -103,6 +106,9 @@ class Cluster:
         self._client = client
         self.size = max(1, sum(client.nthreads().values()))
         self._mailbox = parcels.Mailbox()
+        # Whether workers see this process's shared memory, as far as is known.
+        self._shares = True
+        self._sent: dict[str, _Sent] = {}
 
     def close(self) -> None:
         """See `Pool`."""
@@ -110,7 +116,9 @@ class Cluster:
 
     def result(self, future: Any) -> Visit:
         """See `Pool`."""
-        visit: Visit = future.result()
+        visit: Visit | None = future.result()
+        if visit is None:
+            visit = self._submit_again(self._sent[future.key])
         visit.value = self._mailbox.open(visit.value)
         return visit
 
@@ -131,18 +139,36 @@ class Cluster:
                 [source.block(bounds[i], bounds[i + 1]) for i in range(span.n_blocks)]
             )
             light = _Shape(source.shape)
+        sent = _Sent(keep, light, span, task, blocks)
+        if self._shares:
+            sent.parcel = self._mailbox.send(task)
+        future = self._submit(sent)
+        self._sent[future.key] = sent
+        return future
+
+    def _submit(self, sent: _Sent) -> Any:
+        task = sent.task
         return self._client.submit(
             run_span_alone,
             self._mailbox.address,
-            keep,
-            light,
-            span,
-            task,
-            *blocks,
+            sent.keep,
+            sent.source,
+            sent.span,
+            task if sent.parcel is None else sent.parcel,
+            *sent.blocks,
             pure=False,
             workers=[task.prefer] if task.prefer else None,
             allow_other_workers=task.prefer is not None,
         )
+
+    def _submit_again(self, sent: _Sent) -> Visit:
+        """Run a task whose worker is on another machine than this process."""
+        self._shares = False
+        self._mailbox.discard(sent.parcel)
+        sent.parcel = None
+        future = self._submit(sent)
+        visit: Visit = future.result()
+        return visit
 
     def everywhere(
         self, function: Callable[..., Any], *arguments: Any
@@ -155,16 +181,22 @@ class Cluster:
         """See `Pool`."""
         # Always the same worker: what the first call loads, the second finds.
         worker = min(self._client.nthreads())
-        future = self._client.submit(
-            function, *arguments, pure=False, workers=[worker], allow_other_workers=True
-        )
-        return future.result()
+        options = {"pure": False, "workers": [worker], "allow_other_workers": True}
+        sent = self._mailbox.send(arguments)
+        done, value = self._client.submit(call, function, sent, **options).result()
+        self._mailbox.discard(sent)
+        if not done:
+            done, value = self._client.submit(call, function, arguments, **options).result()
+        return value
 
     def forget(self, future: Any) -> None:
         """See `Pool`."""
+        sent = self._sent.pop(future.key, None)
         if not future.done():
             future.cancel()
         future.release()
+        if sent is not None:
+            self._mailbox.discard(sent.parcel)
 
 
 @dataclass(frozen=True)
@@ -175,17 +207,54 @@ class _Shape:
     any_rows: bool = False
 
 
+@dataclass
+class _Sent:
+    """What a task is made of, and the parcel that went to its worker."""
+
+    keep: bool
+    source: Any
+    span: Span
+    task: SpanTask
+    blocks: list[Any]
+    parcel: Any = None
+
+
 def run_span_alone(
-    mailbox: str | None, keep: bool, source: Any, span: Span, task: SpanTask, *blocks: Any
-) -> Visit:
-    """`run_span` in a worker process, with BLAS on one thread."""
+    mailbox: str | None, keep: bool, source: Any, span: Span, sent: Any, *blocks: Any
+) -> Visit | None:
+    """`run_span` in a worker process; None where the task's parcel is on another machine."""
     from distributed import get_worker
 
-    with threadpool_limits(1):
+    try:
+        task: SpanTask = parcels.unpack_sent(sent)
+    except FileNotFoundError:
+        return None
+    with _settled(on_gpu(source)):
         visit = run_span(source, span, task, *blocks, keep=keep)
+    watch = Watch()
     visit.value = parcels.pack(visit.value, mailbox)
+    watch.lap("packing")
+    visit.seconds |= watch.seconds
     visit.where = get_worker().address
     return visit
+
+
+def call(function: Callable[..., Any], sent: Any) -> tuple[bool, Any]:
+    """Call a function with what was sent; whether that was there, and what it returned."""
+    try:
+        arguments = parcels.unpack_sent(sent)
+    except FileNotFoundError:
+        return False, None
+    return True, function(*arguments)
+
+
+def _settled(gpu: bool) -> contextlib.AbstractContextManager[Any]:
+    """Make this process fit for a task."""
+    if not gpu:
+        return threadpool_limits(1)
+    # Threads that feed a GPU give the GIL back all the time, and want it back soon.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    return contextlib.nullcontext()
 
 
 def current_client(stack: contextlib.ExitStack) -> Any:

@@ -34,6 +34,7 @@ from scgpu_tasks.stages.qc_visits import (
     cell_factors,
 )
 from scgpu_tasks.stages.sources import BlockSource, as_source
+from scgpu_tasks.stages.timing import timed
 
 
 @dataclass
@@ -123,12 +124,15 @@ def run_qc(
         keep_blocks=keep_blocks,
     ) as engine:
         run.measure(engine)
-        run.choose_cells()
+        with timed("filters of the cells"):
+            run.choose_cells()
         if not run.fused:
             run.sum_genes(engine)
-        run.choose_genes()
-        run.choose_variable(engine)
-        return run.result(engine)
+        with timed("genes"):
+            run.choose_genes()
+            run.choose_variable(engine)
+        with timed("tables"):
+            return run.result(engine)
 
 
 class _Run:

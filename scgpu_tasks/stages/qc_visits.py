@@ -13,6 +13,7 @@ from scgpu_tasks.kernels.moments import clipped_moments, gene_moments
 from scgpu_tasks.kernels.qc import WHOLE_TOLERANCE, cell_metrics
 from scgpu_tasks.kernels.rows import Rows
 from scgpu_tasks.kernels.transform import Transform
+from scgpu_tasks.stages.rowwise import by_rows
 
 CellRule = Callable[[dict[str, np.ndarray]], np.ndarray]
 
@@ -157,7 +158,6 @@ class MeasureCells(_Reads):
             )
             if self._problem is not None:
                 return
-        self._cells.append(cells)
         keep = np.zeros(rows.n_rows, bool)
         if plan.rule is not None:
             named = {"n_genes_by_counts": cells.n_genes, "total_counts": cells.total}
@@ -172,6 +172,8 @@ class MeasureCells(_Reads):
         group = self.groups[part]
         factor = cell_factors(cells.total, self.target_sum)
         self._genes.add(grouped_moments(rows, keep, group, factor, self.transform))
+        # Last: a block that runs out of memory leaves no trace.
+        self._cells.append(cells)
 
     def result(self) -> QCPart:
         """See `SpanTask`."""
@@ -271,7 +273,12 @@ def grouped_moments(
 
 def cell_factors(total: np.ndarray, target_sum: float) -> np.ndarray:
     """Find what normalisation multiplies each cell by; 1 for cells without counts."""
-    return np.divide(target_sum, total, out=np.ones(len(total)), where=total != 0)
+    factors = np.ones(len(total))
+    by_rows(
+        lambda rows: np.divide(target_sum, total[rows], factors[rows], where=total[rows] != 0),
+        len(total),
+    )
+    return factors
 
 
 def percentage(part: np.ndarray, total: np.ndarray) -> np.ndarray:

@@ -116,10 +116,10 @@ def identity(source: Any) -> str | None:
 
 
 def gpu_bytes() -> int:
-    """Memory of this process's GPU."""
-    import cupy
+    """Memory of its GPU that this process may take."""
+    from scgpu_tasks.kernels._gpu.module import memory_limit
 
-    return int(cupy.cuda.runtime.memGetInfo()[1])
+    return memory_limit()
 
 
 def fits(source: Any, n_bytes: int) -> bool:

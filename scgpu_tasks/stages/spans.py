@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from scgpu_tasks.kernels.rows import Rows
 from scgpu_tasks.stages import resident
+from scgpu_tasks.stages.short_memory import with_less
 from scgpu_tasks.stages.sources import BlockSource, block_rows
+from scgpu_tasks.stages.timing import Watch
 
+# Bytes of a value and its column number.
+_VALUE_BYTES = 8
 # At most about twice as many spans, however long the matrix.
 _SPANS = 64
 # Rows that a CPU reads at a time.
 _PIECE_ROWS = 10_000
-# On GPUs a span's results cross to the host, and blocks are large already.
-_GPU_SPANS = 28
+# On GPUs a span's results cross to the host, among them a Gram matrix. This suits the threads
+# of one, two and four GPUs.
+_GPU_SPANS = 16
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,21 @@ class Visit:
     rows_read: int
     stored_bytes: int
     where: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def spans_of(source: BlockSource) -> list[Span]:
     """Spans of a matrix; they depend on its blocks only."""
     bounds = [int(bound) for bound in source.bounds]
     n_blocks = len(bounds) - 1
-    length = max(1, n_blocks // (_GPU_SPANS if on_gpu(source) else _SPANS))
+    if on_gpu(source):
+        n = min(_GPU_SPANS, n_blocks)
+        cuts = [n_blocks * i // n for i in range(n + 1)] if n else [0]
+        return [
+            Span(i, tuple(bounds[a : b + 1]))
+            for i, (a, b) in enumerate(itertools.pairwise(cuts))
+        ]
+    length = max(1, n_blocks // _SPANS)
     firsts = range(0, n_blocks, length)
     return [
         Span(number, tuple(bounds[first : min(first + length, n_blocks) + 1]))
@@ -94,27 +107,81 @@ def run_span(
     keep
         Whether to keep blocks on the GPU, as far as there is room.
     """
-    stored = 0
+    watch = Watch()
     with _stream(source):
         if task.recall():
-            return Visit(task.result(), 0, 0)
-        matrix = resident.identity(source) if on_gpu(source) else None
-        n_read = 0
+            watch.lap("computing")
+            value = task.result()
+            watch.lap("handing over")
+            return Visit(value, 0, 0, seconds=watch.seconds)
+        visitor = _Visitor(source, task, watch, keep=keep)
         for i, (start, stop) in enumerate(_pieces(source, span)):
-            place = resident.Place(matrix, start, stop) if matrix else None
             with _naming_rows(start, stop):
-                pieces = resident.find(place) if place else None
-                if pieces is None:
-                    block = blocks[i] if blocks else source.read(start, stop)
-                    n_read += stop - start
-                    stored += int(getattr(block, "stored_bytes", 0))
-                    pieces = block_rows(block, source.shape[1])
-                    del block
-                    if keep and place:
-                        resident.keep(place, pieces)
-                _visit(task, pieces, start)
-                del pieces
-        return Visit(task.result(), n_read, stored)
+                if blocks:
+                    visitor.visit(start, stop, blocks[i])
+                else:
+                    visitor.read(start, stop)
+        value = task.result()
+        watch.lap("handing over")
+        return Visit(value, visitor.n_read, visitor.stored, seconds=watch.seconds)
+
+
+class _Visitor:
+    """Takes a task through the rows of its span."""
+
+    def __init__(
+        self, source: BlockSource, task: SpanTask, watch: Watch, *, keep: bool
+    ) -> None:
+        self.source, self.task, self.watch, self.keep = source, task, watch, keep
+        self.on_gpu = on_gpu(source)
+        self.matrix = resident.identity(source) if self.on_gpu else None
+        self.n_read = self.stored = 0
+
+    def read(self, start: int, stop: int) -> None:
+        """Visit rows that must be read; on a GPU that is short of memory, part by part."""
+        if not self.on_gpu:
+            self._read(start, stop)
+            return
+        try:
+            self._read(start, stop)
+        except MemoryError:
+            short = True
+        else:
+            short = False
+        # Out of the handler, whose traceback holds on to the block.
+        if short:
+            can_cut = bool(getattr(self.source, "any_rows", True))
+            self.keep = False
+            size = self._bytes(start, stop)
+            with_less(self._read, start, stop, can_cut=can_cut, n_bytes=size)
+
+    def _read(self, start: int, stop: int) -> None:
+        place = resident.Place(self.matrix, start, stop) if self.matrix else None
+        kept = resident.find(place) if place else None
+        if kept is not None:
+            _visit(self.task, kept, start)
+            self.watch.lap("computing")
+            return
+        block = self.source.read(start, stop)
+        self.watch.lap("reading")
+        self.visit(start, stop, block)
+
+    def visit(self, start: int, stop: int, block: Any) -> None:
+        """Visit a block that was read."""
+        stored = int(getattr(block, "stored_bytes", 0))
+        pieces = block_rows(block, self.source.shape[1])
+        del block
+        if self.keep and self.matrix:
+            resident.keep(resident.Place(self.matrix, start, stop), pieces)
+        _visit(self.task, pieces, start)
+        self.n_read += stop - start
+        self.stored += stored
+        self.watch.lap("computing")
+
+    def _bytes(self, start: int, stop: int) -> int:
+        n_rows, n_cols = self.source.shape
+        stored = getattr(self.source, "nnz", None) or n_rows * n_cols
+        return int(stored * (stop - start) / max(n_rows, 1)) * _VALUE_BYTES
 
 
 def _pieces(source: BlockSource, span: Span) -> list[tuple[int, int]]:

@@ -185,6 +185,19 @@ def test_too_small_a_budget_reads_again_and_gives_the_same_bytes(
     assert tight.X_pca.tobytes() == whole.X_pca.tobytes()
 
 
+@pytest.mark.parametrize("error", [MemoryError, cupy.cuda.memory.OutOfMemoryError])
+def test_blocks_that_do_not_fit_are_cut_and_give_the_cpu_numbers(
+    small_store: Path, expected: tuple[QCResult, PCAResult], error: type[MemoryError]
+) -> None:
+    class Tight(HostDecoded):
+        def read(self, start: int, stop: int) -> Any:
+            if stop - start > 150:
+                raise error(*((1 << 30, 1 << 29) if error is not MemoryError else ()))
+            return super().read(start, stop)
+
+    assert_equal(both(Tight(open_rows(small_store, chunks=500)), small_store), expected)
+
+
 def test_nothing_is_held_after_a_run(small_store: Path) -> None:
     both(HostDecoded(open_rows(small_store, chunks=400)), small_store)
     assert held.gpu_memory._size() == 0

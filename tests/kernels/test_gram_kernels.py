@@ -151,3 +151,11 @@ def test_log1p_is_exact_for_small_large_and_fractional_values(value):
     found, sums = np.zeros((2, 2)), np.zeros(2)
     gram.gram_add(rows, np.array([0.37]), Transform.LOG1P, 0, found, sums)
     assert sums.tolist() == [np.log1p(value * 0.37)] * 2
+
+
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 600])
+def test_panels_of_an_upper_triangle_make_the_symmetric_matrix(n):
+    whole = np.random.default_rng(0).random((n, n))
+    whole += whole.T
+    panels = [whole[low : low + 256, low:].ravel() for low in range(0, n, 256)]
+    assert (gram.from_upper(np.concatenate(panels), n) == whole).all()

@@ -6,6 +6,7 @@ import dask.array as da
 import numpy as np
 from distributed import Client
 
+from scgpu_tasks.stages import parcels
 from scgpu_tasks.stages.engine import Engine
 from scgpu_tasks.stages.sources import as_source
 
@@ -57,3 +58,40 @@ def test_the_next_client_is_found_after_one_was_closed_in_its_block():
         finally:
             second.close()
     assert total_and_places(x) == (x.sum(), {False})
+
+
+class Weighty(Totals):
+    """With data enough to travel through shared memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = np.arange(1 << 18, dtype=np.float64)
+
+    def result(self):
+        return self.total + self.weights[-1]
+
+
+def weighty_total(x):
+    found = []
+    with Engine(as_source(da.from_array(x, chunks=(300, -1)))) as engine:
+        engine.fold(lambda _: Weighty(), lambda _, part, __: found.append(part))
+        assert engine.once(np.sum, np.ones(1 << 18)) == 1 << 18
+    return sum(found)
+
+
+def test_workers_that_do_not_see_the_shared_memory_get_tasks_by_the_network(monkeypatch):
+    x = matrix()
+    want = x.sum() + 3 * ((1 << 18) - 1)
+    with threads_client():
+        assert weighty_total(x) == want
+        unpacked = []
+
+        def elsewhere(value):
+            unpacked.append(type(value).__name__)
+            if isinstance(value, parcels.Parcel):
+                raise FileNotFoundError
+            return value
+
+        monkeypatch.setattr(parcels, "unpack_sent", elsewhere)
+        assert weighty_total(x) == want
+        assert "Parcel" in unpacked

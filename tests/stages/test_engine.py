@@ -63,6 +63,17 @@ def test_spans_hold_every_block_once_and_stay_few():
     assert spans[-1].stop == 1000
 
 
+@pytest.mark.parametrize("n_blocks", [1, 15, 16, 17, 55, 110])
+def test_spans_on_gpus_are_few_and_about_equally_long(n_blocks):
+    source = Cut(np.zeros((n_blocks, 2)), range(n_blocks + 1))
+    source.device = "gpu"
+    spans = spans_of(source)
+    assert len(spans) == min(n_blocks, 16)
+    assert [b for span in spans for b in span.bounds[:-1]] == list(range(n_blocks))
+    lengths = [span.n_blocks for span in spans]
+    assert max(lengths) - min(lengths) <= 1
+
+
 @pytest.mark.parametrize("workers", [1, 2, 7])
 def test_results_are_merged_in_order_for_any_number_of_threads(workers):
     order = []

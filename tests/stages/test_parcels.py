@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scgpu_tasks.stages import parcels
-from scgpu_tasks.stages.parcels import LocalArray, Mailbox, Parcel, pack
+from scgpu_tasks.stages.parcels import LocalArray, Mailbox, Parcel, pack, unpack_sent
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +111,30 @@ def test_rows_written_by_tasks_are_in_the_array(kind: str) -> None:
     np.testing.assert_array_equal(array[:2], 0)
     if kind == "shared":
         assert not target.write(0, rows)
+
+
+def test_what_was_sent_can_be_unpacked_twice_and_stays_as_it_was() -> None:
+    box = Mailbox()
+    sent = box.send({"values": np.arange(1 << 18, dtype=np.float64)})
+    assert isinstance(sent, Parcel)
+    first = unpack_sent(sent)
+    first["values"][0] = 7
+    assert unpack_sent(sent)["values"][0] == 0
+    box.discard(sent)
+    with pytest.raises(FileNotFoundError):
+        unpack_sent(sent)
+    box.close()
+
+
+def test_rows_of_a_shared_array_land_at_their_place() -> None:
+    box = Mailbox()
+    shared = box.array((5_000, 3), np.float32)
+    assert shared is not None
+    for first in (0, 1_234, 4_999):
+        assert shared.write(first, np.full((1, 3), first + 1.0))
+    assert shared.write(5_000, np.empty((0, 3)))
+    found = shared.map()
+    assert found[[0, 1_234, 4_999], 2].tolist() == [1, 1_235, 5_000]
+    assert np.count_nonzero(found) == 9
+    box.close()
+    assert not shared.write(0, np.zeros((1, 3)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 
 import numpy as np
 
@@ -21,8 +22,12 @@ def largest_eigenpairs(matrix: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarr
         return values[k - n :].get(), cupy.ascontiguousarray(vectors[:, k - n :]).get()
 
 
+@cache
 def warm_up(size: int) -> None:
-    """Load the GPU's solver in the background: the first call takes half a second or more."""
+    """Load the GPU's solver in the background: the first call takes half a second or more.
+
+    A process does it once.
+    """
     n = min(size, _WARM_UP_SIZE)
     matrix = np.diag(np.arange(1.0, n + 1))
     threading.Thread(target=largest_eigenpairs, args=(matrix, 1), daemon=True).start()

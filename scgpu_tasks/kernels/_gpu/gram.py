@@ -28,6 +28,7 @@ from scgpu_tasks.kernels._gpu.module import (
     define,
     kernel,
     launch,
+    memory_limit,
     on_device,
     shared_bytes,
 )
@@ -90,10 +91,12 @@ PRECISIONS: dict[str, Precision] = {
     ),
 }
 PRECISION = "float64"
-# Bytes of products, and of a tile, that wait on the device at a time.
-_SCRATCH = 1 << 29
+# Bytes of products, and of a tile, that wait on the device at a time; and their share of it.
+_SCRATCH, _SCRATCH_SHARE = 1 << 29, 1 / 32
 # Rows of a panel: many keep a product efficient, few multiply less below the diagonal.
 PANEL = 512
+# Rows of a panel of a Gram matrix on its way to the host, without most of the lower triangle.
+_UPPER_ROWS = 256
 # Columns are a multiple of this: tensor cores want aligned rows.
 _ALIGN = 16
 # The square root of a column's sum of squares becomes at most this, so that every number is
@@ -144,8 +147,9 @@ def gram_add(
     block = _Block(
         rows, factor, transform, how, moments, stretch or how.stretch, panel or PANEL
     )
-    sums += block.totals
+    # What needs memory comes first: a block that runs out of it leaves no trace.
     block.add(n_dense, gram)
+    sums += block.totals
 
 
 def finish(gram: Any, n_dense: int) -> Any:
@@ -159,6 +163,44 @@ def finish(gram: Any, n_dense: int) -> Any:
     sparse[diagonal, diagonal] = values
     gram[:n_dense, n_dense:] = gram[n_dense:, :n_dense].T
     return gram
+
+
+def upper(gram: Any) -> Any:
+    """See `scgpu_tasks.kernels.gram.upper`."""
+    import cupy
+
+    n = len(gram)
+    flat = cupy.empty(sum(h * (n - low) for low, h in _panels(n)), gram.dtype)
+    for part, out in zip(_panels(n), _cut_panels(flat, n), strict=True):
+        out[...] = gram[part[0] : part[0] + part[1], part[0] :]
+    return flat
+
+
+def from_upper(flat: np.ndarray, n: int) -> np.ndarray:
+    """See `scgpu_tasks.kernels.gram.from_upper`."""
+    gram = np.empty((n, n))
+    for (low, height), panel in zip(_panels(n), _cut_panels(flat, n), strict=True):
+        rows = slice(low, low + height)
+        gram[rows, low:] = panel
+        gram[low + height :, rows] = panel[:, height:].T
+        corner = gram[rows, rows]
+        below = np.tril_indices(height, -1)
+        corner[below] = corner.T[below]
+    return gram
+
+
+def _panels(n: int) -> list[tuple[int, int]]:
+    """First row and height of each panel of an upper triangle."""
+    return [(low, min(_UPPER_ROWS, n - low)) for low in range(0, n, _UPPER_ROWS)]
+
+
+def _cut_panels(flat: Any, n: int) -> list[Any]:
+    panels, at = [], 0
+    for low, height in _panels(n):
+        size = height * (n - low)
+        panels.append(flat[at : at + size].reshape(height, n - low))
+        at += size
+    return panels
 
 
 class _Block:
@@ -181,7 +223,8 @@ class _Block:
         self.width = self.padded * (2 if how.low_weight else 1)
         self.stretch = min(stretch, -(-rows.n_rows // _ALIGN) * _ALIGN)
         item = np.dtype(how.product).itemsize
-        most = max(_ALIGN, _SCRATCH // (item * self.width) // _ALIGN * _ALIGN)
+        self.scratch = min(_SCRATCH, int(_SCRATCH_SHARE * memory_limit()))
+        most = max(_ALIGN, self.scratch // (item * self.width) // _ALIGN * _ALIGN)
         self.panel = min(-(-panel // _ALIGN) * _ALIGN, most, self.padded)
         self.totals, self.squares = moments[:, 0].copy(), moments[:, 1].copy()
         self.shift = self.totals / rows.n_rows
@@ -229,7 +272,7 @@ class _Block:
         n_stretches = -(-self.rows.n_rows // self.stretch)
         one = self.stretch * self.width * np.dtype(self.how.stored).itemsize
         waiting = self.panel * self.width * np.dtype(self.how.product).itemsize
-        at_once = max(1, min(n_stretches, _SCRATCH // max(one, waiting)))
+        at_once = max(1, min(n_stretches, self.scratch // max(one, waiting)))
         tile = cupy.empty((at_once * self.stretch, self.width), self.how.stored)
         products = None
         if not self.how.symmetric:

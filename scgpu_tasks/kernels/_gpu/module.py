@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from functools import cache
 from importlib.resources import files
@@ -26,6 +27,7 @@ _BLOCKS_PER_PROCESSOR = 8
 
 _lock = threading.Lock()
 _kernels: dict[tuple[int, str, str, tuple[tuple[str, str], ...]], Any] = {}
+_modules: dict[tuple[int, str, tuple[tuple[str, str], ...]], Any] = {}
 
 
 @cache
@@ -61,9 +63,12 @@ def kernel(name: str, function: str, defines: tuple[tuple[str, str], ...]) -> An
         return found
     with _lock:
         if key not in _kernels:
-            module = cupy.RawModule(
-                code=source(name, defines), options=OPTIONS, backend="nvrtc"
-            )
+            module = _modules.get((device, name, defines))
+            if module is None:
+                # All functions of a source are compiled together.
+                module = _modules[device, name, defines] = cupy.RawModule(
+                    code=source(name, defines), options=OPTIONS, backend="nvrtc"
+                )
             made = module.get_function(function)
             # Without this, a launch may not have more than 48 KiB of shared memory.
             made.max_dynamic_shared_size_bytes = shared_bytes() - int(made.shared_size_bytes)
@@ -87,6 +92,21 @@ def _attribute(name: str) -> int:
 def shared_bytes() -> int:
     """Largest shared memory of a block on the current device."""
     return _attribute("MaxSharedMemoryPerBlockOptin")
+
+
+def memory_limit() -> int:
+    """Bytes of the current device that this process may take: all, or RMM's limit."""
+    import cupy
+
+    total = int(cupy.cuda.runtime.memGetInfo()[1])
+    rmm = sys.modules.get("rmm")
+    resource = None if rmm is None else rmm.mr.get_current_device_resource()
+    while resource is not None:
+        if hasattr(resource, "get_allocation_limit"):
+            return min(total, int(resource.get_allocation_limit()))
+        upstream = getattr(resource, "get_upstream", None)
+        resource = None if upstream is None else upstream()
+    return total
 
 
 def processors() -> int:

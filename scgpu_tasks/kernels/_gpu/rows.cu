@@ -1,12 +1,19 @@
 // Order, duplicates and dense blocks. One warp per row unless said otherwise.
 
-// flags[0]: an index is no column; flags[1]: an index does not rise within its row.
+// flags[0]: an index is no column; flags[1]: an index does not rise within its row; flags[2]:
+// indptr does not rise from 0 to nnz.
 extern "C" __global__ void row_order(
-    const int64* indptr, const INDEX* indices, int64 n_rows, int64 n_cols, int* flags) {
+    const int64* indptr, const INDEX* indices, int64 n_rows, int64 n_cols, int64 nnz,
+    int* flags) {
     const int lane = threadIdx.x & 31;
-    bool outside = false, falls = false;
+    bool outside = false, falls = false, broken = false;
     for (int64 row = first_warp(); row < n_rows; row += all_warps()) {
         const int64 first = indptr[row], last = indptr[row + 1];
+        if (first < 0 || first > last || last > nnz || (row == 0 && first != 0) ||
+            (row == n_rows - 1 && last != nnz)) {
+            broken = true;
+            continue;
+        }
         #pragma unroll 4
         for (int64 k = first + lane; k < last; k += 32) {
             const int64 column = (int64)indices[k];
@@ -16,6 +23,7 @@ extern "C" __global__ void row_order(
     }
     if (outside) flags[0] = 1;
     if (falls) flags[1] = 1;
+    if (broken) flags[2] = 1;
 }
 
 extern "C" __global__ void row_keys(

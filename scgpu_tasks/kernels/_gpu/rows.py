@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from scgpu_tasks.errors import FormatError
 from scgpu_tasks.kernels._gpu.module import define, kernel, launch_items, launch_rows
 from scgpu_tasks.kernels.rows import RowOrder, Rows
 
@@ -14,12 +15,17 @@ def row_order(rows: Rows) -> RowOrder:
     """See `scgpu_tasks.kernels.rows.row_order`. Waits for the current stream."""
     import cupy
 
-    flags = cupy.zeros(2, np.int32)
-    function = kernel("rows", "row_order", _defines(rows))
+    nnz = len(rows.data)
+    flags = cupy.zeros(3, np.int32)
     launch_rows(
-        function, rows.n_rows, (rows.indptr, rows.indices, rows.n_rows, rows.n_cols, flags)
+        kernel("rows", "row_order", _defines(rows)),
+        rows.n_rows,
+        (rows.indptr, rows.indices, rows.n_rows, rows.n_cols, nnz, flags),
     )
-    outside, falls = flags.get()
+    outside, falls, broken = flags.get()
+    if broken:
+        msg = f"indptr does not rise from 0 to {nnz}, the number of stored values"
+        raise FormatError(msg)
     return RowOrder(not outside, not falls)
 
 
