@@ -81,7 +81,8 @@ class Converter:
         _, child = self._process.stdout.readline().split()
         if kill_after is not None:
             time.sleep(kill_after)
-            os.kill(int(child), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it was faster this time
+                os.kill(int(child), signal.SIGKILL)
         reused = 0
         while True:
             word, number = self._process.stdout.readline().split()

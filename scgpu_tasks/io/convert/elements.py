@@ -51,7 +51,7 @@ def create_array(root: zarr.Group, item: ArrayItem, level: int) -> None:
         dtype=np.dtype(layout.dtype),
         chunks=layout.chunk,
         shards=layout.shard,
-        compressors=ZstdCodec(level=level),
+        compressors=ZstdCodec(level=level, checksum=True),
         fill_value=False if np.dtype(layout.dtype).kind == "b" else 0,
         attributes=item.attrs,
         overwrite=True,
@@ -72,7 +72,7 @@ def copy_strings(
             shape=node.shape,
             dtype=dtype,
             chunks=(rows, *rest),
-            compressors=ZstdCodec(level=level),
+            compressors=ZstdCodec(level=level, checksum=True),
             attributes=attrs,
             overwrite=True,
         )
