@@ -14,6 +14,7 @@ from scgpu_tasks.errors import ParameterError, StoreError
 from scgpu_tasks.io.lazy import read_tables
 from scgpu_tasks.job import steps
 from scgpu_tasks.job.conversion import Conversion
+from scgpu_tasks.job.probe import probe_source
 from scgpu_tasks.job.progress import ProgressBars
 from scgpu_tasks.job.runlog import RunLog
 from scgpu_tasks.job.saved import read_pca, read_qc
@@ -110,6 +111,7 @@ class _Job:
                     job = Conversion(
                         source=_absolute(p["source"]), store=self.store, work=self.work
                     )
+                    probe_source(p["source"], qc, hvg, pca)
                     self._note(entry, tasks.run_convert(job, refresh="convert" in refresh))
             with self._stage("check") as entry:
                 self.plan = plan = Plan(

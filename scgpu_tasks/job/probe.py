@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,10 @@ from scgpu_tasks.errors import DataError, FormatError, ParameterError
 from scgpu_tasks.io.elements import open_files
 from scgpu_tasks.io.lazy import read_table
 from scgpu_tasks.io.rows import RowBlocks, open_rows
+from scgpu_tasks.io.source import encoding, open_source
+from scgpu_tasks.kernels.qc import WHOLE_TOLERANCE
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
+from scgpu_tasks.stages.qc_errors import fraction_words
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,7 +72,7 @@ def probe(
             f"var {len(var)}; the store is damaged or half written"
         )
         raise FormatError(msg)
-    _require_parameters(rows, columns, hvg, pca)
+    _require_parameters(store, rows.shape, columns, hvg, pca)
     if qc.expect_counts:
         _require_counts(rows, var)
     return {
@@ -98,21 +102,88 @@ def _obs_facts(store: str) -> tuple[int, list[str]]:
     return len(table), [str(name) for name in table.columns]
 
 
+def probe_source(source: str, qc: QCSpec, hvg: HVGSpec, pca: PCASpec) -> None:
+    """Refuse before its conversion, which may take hours, a source that `probe` would refuse.
+
+    Looks at what can be had within moments: shapes, columns of obs, and the first cells of
+    counts that are stored by rows.
+
+    Parameters
+    ----------
+    source
+        h5ad file or zarr store: path or URL.
+    qc, hvg, pca
+        Parameters of the later stages.
+
+    Raises
+    ------
+    StoreError, FormatError, ParameterError, DataError
+        As `probe`.
+    """
+    with open_source(source) as opened:
+        root = opened.root
+        element = f"layers/{qc.layer}" if qc.layer else "X"
+        if element not in root:
+            found = ", ".join(root["layers"]) if "layers" in root else ""
+            msg = f"{source} has no {element}; its layers are: {found or 'none'}"
+            raise FormatError(msg)
+        node = root[element]
+        sparse = hasattr(node, "keys")
+        shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape", ()))
+        n_obs, n_vars = (int(n) for n in (shape if sparse else node.shape))
+        order = root["obs"].attrs.get("column-order")
+        columns = None if order is None else [str(name) for name in order]
+        _require_parameters(source, (n_obs, n_vars), columns, hvg, pca)
+        stop = min(SAMPLE_CELLS, n_obs)
+        if not qc.expect_counts or not stop or encoding(node) == "csc_matrix":
+            return
+        if sparse:
+            indptr = np.asarray(node["indptr"][: stop + 1])
+            end = int(indptr[-1])
+            values, indices = np.asarray(node["data"][:end]), node["indices"]
+        else:
+            values, indptr, indices = np.asarray(node[:stop]), None, None
+        _require_whole(
+            values,
+            indptr,
+            indices,
+            f"{element} of {source}",
+            lambda cell: _name(root["obs"], cell),
+            lambda gene: _name(root["var"], gene),
+        )
+
+
+def _name(table: Any, position: int) -> str:
+    index = (
+        table.get(str(table.attrs.get("_index", "_index"))) if hasattr(table, "get") else None
+    )
+    values = index.get("values") if hasattr(index, "get") else index
+    if values is None:
+        return str(position)
+    value = values[position]
+    return value.decode() if isinstance(value, bytes) else str(np.asarray(value)[()])
+
+
 def _require_parameters(
-    rows: RowBlocks, columns: list[str], hvg: HVGSpec, pca: PCASpec
+    store: str,
+    shape: tuple[int, int],
+    columns: list[str] | None,
+    hvg: HVGSpec,
+    pca: PCASpec,
 ) -> None:
-    n_obs, n_vars = rows.shape
-    if hvg.batch_key is not None and hvg.batch_key not in columns:
+    n_obs, n_vars = shape
+    if columns is not None and hvg.batch_key is not None and hvg.batch_key not in columns:
         msg = (
-            f"batch_key {hvg.batch_key!r} is not a column of obs of {rows.store}; "
+            f"batch_key {hvg.batch_key!r} is not a column of obs of {store}; "
             f"its columns are: {', '.join(columns) or 'none'}"
         )
         raise ParameterError(msg)
     genes = n_vars if hvg.n_top_genes is None else min(n_vars, hvg.n_top_genes)
     if pca.n_comps >= min(n_obs, genes):
+        kind = "genes" if hvg.n_top_genes is None else "highly variable genes"
         msg = (
-            f"n_comps={pca.n_comps} is not below the {n_obs} cells and {genes} highly variable "
-            f"genes at most of {rows.store}; ask for fewer components with --n-comps"
+            f"n_comps={pca.n_comps} must be below the smaller of {n_obs:,} cells and "
+            f"{genes:,} {kind} of {store}; ask for fewer with --n-comps"
         )
         raise ParameterError(msg)
 
@@ -122,28 +193,47 @@ def _require_counts(rows: RowBlocks, var: pd.DataFrame) -> None:
     if stop == 0:
         return
     matrix = rows.read(0, stop).to_matrix()
-    values = matrix.data if hasattr(matrix, "indptr") else matrix
+    sparse = hasattr(matrix, "indptr")
+    _require_whole(
+        matrix.data if sparse else matrix,
+        matrix.indptr if sparse else None,
+        matrix.indices if sparse else None,
+        f"{rows.element} of {rows.store}",
+        lambda cell: str(read_table(rows.store, "obs").index[cell]),
+        lambda gene: str(var.index[gene]),
+    )
+
+
+def _require_whole(
+    values: Any,
+    indptr: Any,
+    indices: Any,
+    where: str,
+    cell_name: Callable[[int], str],
+    gene_name: Callable[[int], str],
+) -> None:
+    """Refuse values that are not counts, as QC would, and name the first cell and gene."""
     bad = ~np.isfinite(values) | (values < 0)
     what = "a negative or missing value"
     advice = "counts are whole numbers, 0 or more; --not-counts lets other values pass"
     if not bad.any():
-        bad = values != np.floor(values)
+        off = np.abs(values - np.rint(values))
+        bad = off > WHOLE_TOLERANCE
         what = "a value that is not a whole number"
         advice = (
-            "it looks normalised or log-transformed; give the layer with raw counts with "
-            "--layer, or let it pass as it is with --not-counts"
+            f"{fraction_words(float(off.max(initial=0)))}. Give the layer with raw counts "
+            "with --layer, or let values pass as they are with --not-counts"
         )
     if not bad.any():
         return
     position = np.unravel_index(np.argmax(bad), bad.shape)
-    if hasattr(matrix, "indptr"):
-        cell = int(np.searchsorted(matrix.indptr, position[0], side="right")) - 1
-        gene = int(matrix.indices[position[0]])
+    if indptr is not None:
+        cell = int(np.searchsorted(indptr, position[0], side="right")) - 1
+        gene = int(indices[int(position[0])])
     else:
         cell, gene = (int(p) for p in position)
-    obs = read_table(rows.store, "obs")
     msg = (
-        f"{rows.element} of {rows.store} has {what}: {values[position]} at cell "
-        f"{obs.index[cell]!r}, gene {var.index[gene]!r}; {advice}"
+        f"{where} has {what}: {values[position]} at cell {cell_name(cell)!r}, gene "
+        f"{gene_name(gene)!r}; {advice}"
     )
     raise DataError(msg)

@@ -32,7 +32,9 @@ _ADVICE = {
     "StoreError": "Check that --store and --source name an existing store that you may read.",
     "FormatError": "Run `python -m scgpu_tasks check STORE` to see what in the store is in the "
     "way, and convert it with --source where it says so.",
-    "DataError": "QC needs raw counts. If the store keeps them in a layer, name it: --layer.",
+    "DataError": "QC needs raw counts. If the store keeps them in a layer, name it: --layer. "
+    "Values that are meant to have fractions, such as corrected counts, pass with "
+    "--not-counts.",
     "ParameterError": "Change the option that the message names and run the command again.",
     "OutputError": "Choose another folder with --out, or make room on the disk.",
     "CorruptChunkError": "The file on disk is damaged. Copy the store again, or convert it "

@@ -8,7 +8,10 @@ import numpy as np
 import pandas as pd
 
 from scgpu_tasks.errors import DataError, ParameterError
+from scgpu_tasks.kernels.qc import WHOLE_TOLERANCE
 from scgpu_tasks.stages.qc_visits import Problem
+
+_NEARLY_WHOLE = 0.01
 
 
 def not_counts(problem: Problem | None, obs: pd.DataFrame, var: pd.DataFrame) -> DataError:
@@ -24,11 +27,22 @@ def not_counts(problem: Problem | None, obs: pd.DataFrame, var: pd.DataFrame) ->
             f"X holds {problem.value} at {where}; counts are 0 or more. Point to raw counts, "
             "such as a layer, or pass expect_counts=False if X is not meant to hold counts"
         )
+    off = abs(problem.value - round(problem.value))
     return DataError(
-        f"X holds {problem.value} at {where}, not a whole number: it looks normalised or "
-        "log-transformed. Point to raw counts, such as layer='counts', or pass "
-        "expect_counts=False if fractions are meant (corrected counts)"
+        f"X holds {problem.value} at {where}, not a whole number: {fraction_words(off)}. Point "
+        "to raw counts, such as layer='counts', or pass expect_counts=False if fractions are "
+        "meant (corrected counts)"
     )
+
+
+def fraction_words(off: float) -> str:
+    """Say what values are likely to be that lie up to this far off whole numbers."""
+    if off < _NEARLY_WHOLE:
+        return (
+            f"it is nearly whole, off by more than the {WHOLE_TOLERANCE:g} that rounding "
+            "explains; round X if these are counts"
+        )
+    return "it looks normalised or log-transformed"
 
 
 def nothing_passes(
