@@ -55,8 +55,8 @@ def pca(
     layer
         Use this layer instead of X.
     mask_var
-        Genes to use: a boolean column of ``adata.var`` or an array. None, or no column
-        ``highly_variable``: all that ``passed_qc``.
+        Genes to use: a boolean column of ``adata.var`` or an array. None: all that
+        ``passed_qc``. Unlike in scanpy, a missing column ``highly_variable`` is an error.
     zero_center
         Centre the genes. If not, the components are those of scikit-learn's TruncatedSVD, as
         in scanpy.
@@ -82,7 +82,8 @@ def pca(
     Raises
     ------
     ParameterError
-        Fewer cells or genes than components, or a parameter does not fit.
+        Fewer cells or genes than components, a parameter does not fit, or so many genes that
+        their Gram matrix does not fit into memory.
     DataError
         X has NaN or infinite values, or negative ones that have no log1p.
     """
@@ -142,10 +143,15 @@ def _gene_mask(
         mask = mask_of(var, mask_var)
         if mask is not None:
             return mask, mask_var
-        if mask_var != "highly_variable":
-            msg = f"mask_var {mask_var!r} is not a column of var"
-            raise ParameterError(msg)
-    elif mask_var is not None:
+        msg = f"mask_var {mask_var!r} is not a column of var"
+        if mask_var == "highly_variable":
+            # All genes instead, as in scanpy, would be a Gram matrix of gigabytes in an atlas.
+            msg = (
+                "var has no column 'highly_variable': call qc.quality_control or "
+                "hvg.highly_variable_genes first, or pass mask_var=None for all genes"
+            )
+        raise ParameterError(msg)
+    if mask_var is not None:
         mask = np.asarray(mask_var)
         if mask.dtype != bool or mask.shape != (len(var),):
             msg = (

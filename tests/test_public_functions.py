@@ -97,7 +97,7 @@ def test_totals_of_the_whole_store_are_used_when_genes_were_removed(adata):
 
 def test_default_number_of_components_fits_small_data(adata):
     part = adata[:30].copy()
-    pca.pca(part)
+    pca.pca(part, mask_var=None)
     assert part.obsm["X_pca"].shape == (30, 29)
 
 
@@ -120,7 +120,8 @@ def test_default_number_of_components_fits_small_data(adata):
             ParameterError,
             "one for each gene",
         ),
-        (lambda a: pca.pca(a, 10_000), ParameterError, "n_comps=10000"),
+        (lambda a: pca.pca(a, 10), ParameterError, r"quality_control.*mask_var=None"),
+        (lambda a: pca.pca(a, 10_000, mask_var=None), ParameterError, "n_comps=10000"),
         (lambda a: hvg.highly_variable_genes(a, batch_key="donor"), ParameterError, "'donor'"),
     ],
 )

@@ -304,7 +304,8 @@ def _findings(
         yield Finding(where, f"{report.files:,} small shards", _CONVERT)
     if not layout.checksum:
         what = "chunks have no checksum: not all damage to them would be found"
-        yield Finding(where, what, _CONVERT, slow=False)
+        remedy = "scgpu-tasks convert writes them; older versions of it did not"
+        yield Finding(where, what, remedy, slow=False)
 
 
 _CHUNKS_BEST = f"{CHUNK_BYTES // 1024} KiB"

@@ -70,7 +70,7 @@ def free_memory() -> int:
 
 def _too_many(n_genes: int, kind: str, needed: int, free: int) -> ParameterError:
     return ParameterError(
-        f"the Gram matrix of {n_genes} highly variable genes needs {needed / 2**30:.1f} GiB of "
+        f"the Gram matrix of {n_genes:,} genes needs {needed / 2**30:.1f} GiB of "
         f"{kind}memory, and {free / 2**30:.1f} GiB can be had: choose fewer genes with "
-        "n_top_genes"
+        "n_top_genes or mask_var"
     )

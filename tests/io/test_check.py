@@ -19,6 +19,7 @@ import zarr
 from scgpu_tasks.__main__ import main
 from scgpu_tasks.errors import FormatError, StoreError
 from scgpu_tasks.io.check import check
+from scgpu_tasks.io.convert import convert_zarr
 
 ROWS, GENES, NNZ = 4_000, 3_000, 1_500_000
 
@@ -93,6 +94,17 @@ def test_what_is_no_store_is_an_error(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "a.zarr", mode="w")
     with pytest.raises(FormatError, match="no AnnData"):
         check(tmp_path / "a.zarr")
+
+
+@pytest.mark.parametrize("form", ["csr", "dense"])
+def test_nothing_is_left_to_advise_on_a_converted_store(tmp_path: Path, form: str) -> None:
+    source = store(tmp_path / "a.zarr", chunks=(4_000,))
+    if form == "dense":
+        source = tmp_path / "a.h5ad"
+        ad.AnnData(np.ones((ROWS, 500), np.float32)).write_h5ad(source)
+    assert not check(source).ok
+    convert_zarr(source, tmp_path / "b.zarr")
+    assert check(tmp_path / "b.zarr").findings == ()
 
 
 def test_the_command_prints_text_or_json_and_exits_by_what_it_found(

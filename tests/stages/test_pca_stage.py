@@ -287,7 +287,7 @@ def test_too_many_genes_for_the_memory_are_refused_before_x_is_read(data, monkey
             raise AssertionError(msg)
 
     source = Unread(sp.csr_matrix((n_cells, n_genes), dtype=np.float32), [0, n_cells])
-    words = r"4100 highly variable genes needs 0\.6 GiB of memory, .* n_top_genes"
+    words = r"4,100 genes needs 0\.6 GiB of memory, .* n_top_genes"
     with pytest.raises(ParameterError, match=words):
         masked_pca(
             source,
