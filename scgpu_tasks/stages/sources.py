@@ -151,7 +151,8 @@ def block_rows(block: Any, n_cols: int) -> list[Rows]:
         raise FormatError(msg)
     if getattr(block, "format", "csr") != "csr":
         block = block.tocsr()
-    if not hasattr(block, "indptr"):
+    # A dense block of a store has an indptr too: None.
+    if getattr(block, "indptr", None) is None:
         values = getattr(block, "values", block)
         height = max(1, _DENSE_VALUES // max(n_cols, 1))
         pieces = [values[i : i + height] for i in range(0, len(values), height)]
