@@ -9,13 +9,14 @@ is decoded on the host, which takes a fraction of the decoder's latency.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scgpu_tasks.errors import FormatError, StoreError
+from scgpu_tasks.errors import ClusterError, FormatError, StoreError
 from scgpu_tasks.io import nvcomp, scratch
 from scgpu_tasks.io.counters import ArrayCounts
 from scgpu_tasks.io.layout import ArrayLayout
@@ -35,6 +36,7 @@ VERDICTS = {
 """Bits of a verdict, as ``chunks.cu`` sets them."""
 
 _TO_DEVICE, _TO_HOST = 1, 2
+_POLL = 2e-4  # seconds; a batch takes some milliseconds
 _THREADS = 256
 _LEAST_FIRST = 256  # chunks of a first batch; fewer take the decoder as long
 _SLACK = 65536  # bytes after the last chunk, for a decoder that looks past a damaged one
@@ -76,6 +78,8 @@ def execute(
         Not for the GPU after all; the caller falls back.
     FormatError
         In strict mode, where a chunk had to be decoded on the host.
+    ClusterError
+        The decoder hangs, now or since an earlier read of this process.
     """
     cp = scratch._cupy()
     with cp.cuda.Device(target.device.id):
@@ -346,7 +350,7 @@ class _Run:
         if pending is None:
             return
         slot, jobs = pending
-        slot.done.synchronize()
+        self._wait(slot, jobs)
         verdict = np.zeros(len(jobs), dtype=np.uint8)
         if self.layout.zstd or self.layout.crc32c:
             verdict = slot.verdict.reserve(len(jobs))[: len(jobs)].copy()
@@ -354,6 +358,20 @@ class _Run:
         self.counts.gpu_chunks += len(jobs) - len(bad)
         if bad.size:
             self.refused.append((jobs.take(bad), verdict[bad]))
+
+    def _wait(self, slot: Slot, jobs: Jobs) -> None:
+        """Wait for a batch, but not for ever: nvCOMP can hang on a damaged stream."""
+        limit = scratch.settings().decode_seconds
+        deadline = time.monotonic() + limit
+        while not slot.done.done:
+            if time.monotonic() > deadline:
+                scratch.give_up(self.reader.device)
+                why = f"the GPU's decoder had not come back from its batch after {limit:g} s"
+                for row in range(len(jobs)):
+                    self.request.decode_on_host(jobs, row, why)
+                msg = f"a batch of {len(jobs)} sound chunks: {why}. {scratch.GIVEN_UP}"
+                raise ClusterError(msg)
+            time.sleep(_POLL)
 
     def _decode_refused(self, *, strict: bool) -> None:
         """Decode on the host what the GPU refused, one chunk at a time: there are few."""

@@ -83,6 +83,11 @@ class KvikioCodecPipeline(CodecPipeline):
     entropy-coded streams end where they should, as nvCOMP does not tell: damage inside those
     bytes can decode to other numbers, within that chunk, where the host's library often finds
     it. Raw chunks without crc32c hold whatever the disk returns, here as on the host.
+
+    nvCOMP can hang on damaged entropy-coded streams. After
+    :attr:`~scgpu_tasks.io.settings.ReadSettings.decode_seconds` the host finds and names the
+    damaged chunk, and further reads of the process on that GPU are refused. Only a crc32c
+    codec, checked before decoding, keeps it from happening.
     """
 
     metadata: ArrayMetadata

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scgpu_tasks.errors import MissingPackageError
+from scgpu_tasks.errors import ClusterError, MissingPackageError
 from scgpu_tasks.io import nvcomp
 from scgpu_tasks.io.settings import ReadSettings
 
@@ -41,6 +41,9 @@ _PIP = "pip install 'scgpu-tasks[cu13]' (or [cu12] for CUDA 12)"
 
 _MIB = 2**20
 _PAGE = 4096
+
+GIVEN_UP = "a decoder hangs on this process's GPU: restart the process (the Dask worker)"
+"""Why no read runs any more, after `give_up`."""
 
 # A sound frame that holds these eight bytes raw; it stands in for frames that are not.
 SPARE_FRAME = b"\x28\xb5\x2f\xfd\x20\x08\x41\x00\x00" + b"replaced"
@@ -288,6 +291,7 @@ class _Pool:
         self._readers = settings().readers
         self._in_use = 0
         self._turn = threading.BoundedSemaphore(self._readers)
+        self.given_up = False
         self._total = _cupy().cuda.runtime.memGetInfo()[1]
 
     @property
@@ -301,6 +305,8 @@ class _Pool:
     def borrow(self) -> Iterator[Reader]:
         """Wait for a turn, and lend a reader; its streams are idle when it comes back."""
         with self._turn:
+            if self.given_up:
+                raise ClusterError(GIVEN_UP)
             with self._lock:
                 reader = self._free.pop() if self._free else None
                 self._in_use += 1
@@ -324,6 +330,8 @@ class _Pool:
     def _take_back(self, reader: Reader, *, sound: bool) -> None:
         # Nothing may still write into the caller's output, or into scratch that the next
         # read uses, also after an error. After a CUDA error the reader is lost.
+        if self.given_up:
+            return
         try:
             reader.synchronize()
         except _cupy().cuda.runtime.CUDARuntimeError:
@@ -362,6 +370,22 @@ def pool_of(device: int) -> _Pool:
             require_gpu()
             found = _pools[device] = _Pool(device)
     return found
+
+
+def give_up(device: int) -> None:
+    """Let no further read of this process use a device, on which a decoder hangs.
+
+    A running kernel cannot be stopped, and whatever waits for the device would wait for ever.
+    Only the end of the process frees it.
+    """
+    with _pools_lock:
+        _pools[device].given_up = True
+
+
+def given_up() -> bool:
+    """Tell whether a decoder hangs on some device of this process."""
+    with _pools_lock:
+        return any(pool.given_up for pool in _pools.values())
 
 
 def reads_running(device: int) -> int:

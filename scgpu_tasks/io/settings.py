@@ -32,6 +32,10 @@ class ReadSettings:
         Requests of at most this many zstd chunks are decoded on the host and copied once.
         nvCOMP takes as long for one chunk as for a thousand, about 35 times as long as one
         core, whatever the size of the chunk. 0: never.
+    decode_seconds
+        A batch that is not decoded after this long has a damaged chunk on which nvCOMP never
+        ends; the host then finds and names it. Nothing else can run in that process on that
+        GPU any more: see `scgpu_tasks.io.scratch.give_up`.
     io_threads
         Threads of KvikIO; None: half of the cores for each GPU, from 4 to 16. The threads that
         submit reads and launch kernels need the others.
@@ -45,6 +49,7 @@ class ReadSettings:
     batch_bytes: int = 512 * _MIB
     scratch_share: float = 0.25
     small_request: int = 16
+    decode_seconds: float = 60.0
     io_threads: int | None = None
     io_task_bytes: int = 8 * _MIB
     io_least_bytes: int = 2 * _MIB
