@@ -111,8 +111,8 @@ class _Run:
         most = min(most, scratch.settings().batch_chunks)
         # Where nothing else keeps the decoder busy, it begins on a part while more is read.
         n = len(self.plan.present)
-        alone = _reads_alone(target) and n > 2 * _LEAST_FIRST
-        first = max(_LEAST_FIRST, min(n, most) // 4) if alone else 0
+        idle = scratch.decoder_idle(reader.device) and n > 2 * _LEAST_FIRST
+        first = max(_LEAST_FIRST, min(n, most) // 4) if idle else 0
         self.batches = cut_batches(n, most, first)
         self.tables = self._upload_tables()
         self.fill = _fill_words(self.layout)
@@ -208,6 +208,7 @@ class _Run:
         """Enqueue checks, decoding, verdicts and placing of one batch."""
         with slot.stream:
             self._enqueue(jobs, extents, slot)
+        scratch.note_batch(self.reader.device, slot.done)
 
     def _enqueue(self, jobs: Jobs, extents: Extents, slot: Slot) -> None:
         layout, n, stream = self.layout, len(jobs), slot.stream
@@ -391,11 +392,6 @@ class _Run:
                 self._move_now(walk)
                 self.counts.refused_chunks[why] += 1
         self.request.trim()
-
-
-def _reads_alone(target: Any) -> bool:
-    """Tell whether no other read runs on the device of this one."""
-    return scratch.reads_running(target.device.id) <= 1
 
 
 def _describe(verdict: int) -> str:

@@ -292,6 +292,7 @@ class _Pool:
         self._in_use = 0
         self._turn = threading.BoundedSemaphore(self._readers)
         self.given_up = False
+        self.last_batch: Any = None
         self._total = _cupy().cuda.runtime.memGetInfo()[1]
 
     @property
@@ -386,6 +387,17 @@ def given_up() -> bool:
     """Tell whether a decoder hangs on some device of this process."""
     with _pools_lock:
         return any(pool.given_up for pool in _pools.values())
+
+
+def note_batch(device: int, done: Any) -> None:
+    """Note a batch that was handed to the decoder, by the event that follows it."""
+    pool_of(device).last_batch = done
+
+
+def decoder_idle(device: int) -> bool:
+    """Tell whether the newest batch of a device is decoded, or none was begun."""
+    last = pool_of(device).last_batch
+    return last is None or last.done
 
 
 def reads_running(device: int) -> int:
