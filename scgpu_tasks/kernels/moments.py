@@ -36,6 +36,8 @@ def gene_moments(
         Sum of values, number of non-zero values, sum of transformed values, of their squares.
     left_out : float64, shape (genes, 2)
         Sum of values and number of non-zero values of the cells that are left out.
+
+    Sums of whole numbers are exact up to 2**53, and rounded beyond.
     """
     return form(rows.data, "moments").gene_moments(rows, group, factor, transform, n_groups)
 

@@ -15,18 +15,20 @@ WHOLE_TOLERANCE = 1e-6
 
 @dataclass
 class CellMetrics:
-    """Exact sums over the genes of each cell of a block.
+    """Sums over the genes of each cell of a block.
 
     Attributes
     ----------
     n_genes
         Genes with a value other than zero, int64, shape (cells,).
     total
-        Sum of values, float64, shape (cells,); exact for whole numbers up to 2**53.
+        Sum of values, float64, shape (cells,); exact where a row's absolute values, all whole
+        numbers, add up to 2**53 at most; rounded beyond, never wrapped.
     set_totals
-        Sum over each gene set, float64, shape (cells, sets).
+        Sum over each gene set, float64, shape (cells, sets); exact as `total`.
     top_totals
-        Sum of the n largest values for each n asked for, float64, shape (cells, ns).
+        Sum of the n largest values for each n asked for, float64, shape (cells, ns); exact as
+        `total`.
     invalid_row, fractional_row
         First row with a negative, NaN or infinite value; first with one that is not within
         `WHOLE_TOLERANCE` of a whole number; -1 where there is none.

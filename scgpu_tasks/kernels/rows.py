@@ -84,9 +84,18 @@ def row_order(rows: Rows) -> RowOrder:
 def canonical_rows(rows: Rows) -> Rows:
     """Make indices rise strictly within each row; repeated entries are summed.
 
-    Sums are in int64 or float64. The input is not changed.
+    Sums are in `sum_type`. The input is not changed.
     """
     return form(rows.data, "rows").canonical_rows(rows)
+
+
+def sum_type(dtype: np.dtype[Any]) -> type[np.int64] | type[np.float64]:
+    """Type in which values of a row are added up: int64 only where no row can overflow it.
+
+    That many values of 32 bits fit no memory. float64 keeps whole numbers up to 2**53, and
+    rounds above, where int64 values could wrap.
+    """
+    return np.int64 if dtype.kind != "f" and dtype.itemsize <= 4 else np.float64
 
 
 def dense_rows(values: Any) -> Rows:

@@ -172,3 +172,20 @@ def test_counts_that_lost_their_last_digits_are_whole():
     found = cell_metrics(make(values, np.float64), np.zeros(3, np.uint64), 0, (1,))
     assert found.fractional_row == -1
     assert found.top_totals[0, 0] == 1448.00000000001
+
+
+def test_totals_beyond_64_bits_are_rounded_and_do_not_wrap():
+    huge = 2**62
+    values = np.array([[huge, huge, huge, 3], [5, 0, 2**53 - 7, 1], [0, 0, huge, 0]])
+    rows = make(values, np.int64)
+    member = np.array([1, 1, 1, 0], np.uint64)
+    found = cell_metrics(rows, member, 1, (2, 3, 4))
+    assert found.total.tolist() == [3.0 * huge, 2.0**53 - 1, huge]
+    assert found.set_totals[:, 0].tolist() == [3.0 * huge, 2.0**53 - 2, huge]
+    assert found.top_totals[0].tolist() == [2.0 * huge, 3.0 * huge, 3.0 * huge]
+    assert found.invalid_row == -1
+    group, factor = np.array([0, 0, -1], np.int32), np.ones(3)
+    kept, left_out = gene_moments(rows, group, factor, Transform.IDENTITY, 1)
+    # A double near 2**62 is a multiple of 512, so 2**53 - 7 comes to the nearest of these.
+    assert kept[0, :, 0].tolist() == [float(huge + 5), huge, float(huge + 2**53 - 7), 4]
+    assert left_out[:, 0].tolist() == [0, 0, huge, 0]

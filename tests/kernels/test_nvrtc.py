@@ -7,9 +7,11 @@ import importlib.util
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scgpu_tasks.kernels._gpu.module import OPTIONS, define, source
+from scgpu_tasks.kernels.rows import sum_type
 
 ARCHITECTURES = ("sm_70", "sm_80", "sm_90", "sm_100")
 INVALID_OPTION = 5  # nvrtcResult
@@ -28,8 +30,7 @@ FUNCTIONS = {
 def variants(name: str, value: str, index: str) -> list[tuple[tuple[str, str], ...]]:
     """Defines of a source that the package can ask for."""
     if name == "rows":
-        wide = "float64" if value.startswith("float") else "int64"
-        return [define(value, index, WIDE=wide)]
+        return [define(value, index, WIDE=sum_type(np.dtype(value)))]
     if name == "select":
         return [define(value, index, OUT_INDEX=kind) for kind in ("uint16", "int32")]
     if name == "gram":

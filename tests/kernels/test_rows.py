@@ -117,3 +117,10 @@ def test_arrays_of_an_unknown_library_are_refused():
     rows = make_rows(np.array([0, 1]), np.array([0]), np.array([1.0]), 1)
     with pytest.raises(FormatError, match=r"kernels take arrays of .*, not scipy"):
         row_order(rows._replace(data=sp.coo_array((1, 1))))
+
+
+def test_duplicates_of_huge_values_do_not_wrap():
+    rows = rows_of([0, 3], [1, 1, 1], [2**62] * 3, 2, data_type=np.int64)
+    assert canonical_rows(rows).data.tolist() == [3 * 2.0**62]
+    small = rows_of([0, 2], [1, 1], [2**31 - 1] * 2, 2, data_type=np.int32)
+    assert canonical_rows(small).data.tolist() == [2**32 - 2]

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from scgpu_tasks.kernels.qc import WHOLE_TOLERANCE, CellMetrics
-from scgpu_tasks.kernels.rows import Rows
+from scgpu_tasks.kernels.rows import Rows, sum_type
 
 # Lets sums run in vector registers; whole numbers come out exact in any order. NaN and infinity
 # keep their meaning.
@@ -42,16 +42,16 @@ def _row_sums(indptr, data, n_genes, total, tolerance):
 
 
 @njit(nogil=True, cache=True)
-def _whole_row_sums(indptr, data, n_genes, total, _tolerance):
-    """`_row_sums` of whole numbers, summed as such."""
+def _whole_row_sums(indptr, data, n_genes, total, zero):
+    """`_row_sums` of whole numbers, summed in the type of `zero`."""
     invalid_row = -1
     for row in range(len(indptr) - 1):
         values = data[indptr[row] : indptr[row + 1]]
-        summed = np.int64(0)
+        summed = zero
         found = np.int32(0)
         negative = np.int32(0)
         for k in range(len(values)):
-            summed += np.int64(values[k])
+            summed += values[k]
             found += np.int32(values[k] != 0)
             negative += np.int32(values[k] < 0)
         n_genes[row] = found
@@ -136,9 +136,12 @@ def cell_metrics(
     """See `scgpu_tasks.kernels.qc.cell_metrics`."""
     n_genes = np.empty(rows.n_rows, np.int64)
     total = np.empty(rows.n_rows, np.float64)
-    sums = _row_sums if rows.data.dtype.kind == "f" else _whole_row_sums
-    tolerance = rows.data.dtype.type(WHOLE_TOLERANCE)
-    invalid, fractional = sums(rows.indptr, rows.data, n_genes, total, tolerance)
+    kind = rows.data.dtype
+    out = (rows.indptr, rows.data, n_genes, total)
+    if kind.kind == "f":
+        invalid, fractional = _row_sums(*out, kind.type(WHOLE_TOLERANCE))
+    else:
+        invalid, fractional = _whole_row_sums(*out, sum_type(kind)(0))
     set_totals = np.zeros((rows.n_rows, n_sets))
     if n_sets:
         any_set = (gene_sets != 0).astype(np.uint8)

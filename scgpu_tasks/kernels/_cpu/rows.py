@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from scgpu_tasks.kernels.rows import RowOrder, Rows
+from scgpu_tasks.kernels.rows import RowOrder, Rows, sum_type
 
 
 @njit(nogil=True, cache=True)
@@ -59,7 +59,7 @@ def _sum_duplicates(indptr, indices, data, out_indptr, out_indices, out):
 
 def canonical_rows(rows: Rows) -> Rows:
     """See `scgpu_tasks.kernels.rows.canonical_rows`."""
-    wide = np.float64 if rows.data.dtype.kind == "f" else np.int64
+    wide = sum_type(rows.data.dtype)
     indptr = np.zeros_like(rows.indptr)
     indices = np.empty_like(rows.indices)
     data = np.empty(len(rows.data), wide)

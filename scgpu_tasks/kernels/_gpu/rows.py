@@ -8,7 +8,7 @@ import numpy as np
 
 from scgpu_tasks.errors import FormatError
 from scgpu_tasks.kernels._gpu.module import define, kernel, launch_items, launch_rows
-from scgpu_tasks.kernels.rows import RowOrder, Rows
+from scgpu_tasks.kernels.rows import RowOrder, Rows, sum_type
 
 
 def row_order(rows: Rows) -> RowOrder:
@@ -34,7 +34,7 @@ def canonical_rows(rows: Rows) -> Rows:
     import cupy
 
     nnz = len(rows.data)
-    wide = _wide(rows.data.dtype)
+    wide = sum_type(rows.data.dtype)
     defines = _defines(rows)
     keys = cupy.empty(nnz, np.int64)
     launch_rows(
@@ -72,7 +72,7 @@ def dense_rows(values: Any) -> Rows:
         values = values.astype(np.promote_types(values.dtype, np.float32))
     values = cupy.ascontiguousarray(values)
     kind = np.uint16 if n_cols <= 1 << 16 else np.int32
-    defines = define(values.dtype, kind, WIDE=_wide(values.dtype))
+    defines = define(values.dtype, kind, WIDE=sum_type(values.dtype))
     indptr = cupy.zeros(n_rows + 1, np.int64)
     counts = indptr[1:]
     launch_rows(
@@ -90,9 +90,5 @@ def dense_rows(values: Any) -> Rows:
     return Rows(indptr, indices, data, n_cols)
 
 
-def _wide(dtype: Any) -> Any:
-    return np.float64 if dtype.kind == "f" else np.int64
-
-
 def _defines(rows: Rows) -> tuple[tuple[str, str], ...]:
-    return define(rows.data.dtype, rows.indices.dtype, WIDE=_wide(rows.data.dtype))
+    return define(rows.data.dtype, rows.indices.dtype, WIDE=sum_type(rows.data.dtype))
