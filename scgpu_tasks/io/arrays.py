@@ -295,6 +295,15 @@ class RowArray:
                 total += int(sizes[a // step : -(-b // step)].sum()) + self.layout.index_nbytes
         return Visit(total, tuple(missing))
 
+    def missing_rows(self) -> int:
+        """Rows at the start whose files do not exist; of an array of one axis."""
+        encode = self.array.async_array.metadata.encode_chunk_key
+        n_files = -(-self.shape[0] // self._file_shape[0])
+        for i in range(n_files):
+            if self.files.stat(f"{self.name}/{encode((i,))}") is not None:
+                return i * self._file_shape[0]
+        return self.shape[0]
+
     def _file_coords(self, start: int, stop: int) -> list[tuple[int, ...]]:
         if stop <= start or 0 in self.shape:
             return []

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scgpu_tasks.errors import FormatError
-from scgpu_tasks.io.arrays import REWRITE, RowArray
+from scgpu_tasks.io.arrays import REWRITE, RowArray, Visit
 from scgpu_tasks.io.elements import (
     Files,
     Node,
@@ -19,6 +19,7 @@ from scgpu_tasks.io.elements import (
     open_files,
     read_node,
 )
+from scgpu_tasks.kernels.arrays import to_host
 
 _KEPT_OPEN = 32
 _INDPTR_STEP = 4_000_000
@@ -131,11 +132,34 @@ class CSRElement:
     def _read_indptr(self, start: int, stop: int) -> tuple[NDArray[Any], int]:
         visit = self._indptr.visit(start, stop)
         if visit.missing and self._data.shape[0]:
-            msg = f"the file is missing, so rows have lost their place; {REWRITE}"
-            raise self._indptr.corrupt(msg, visit.missing[0][0])
+            lost = self._lost_file(visit)
+            if lost is not None:
+                msg = f"the file is missing, so rows have lost their place; {REWRITE}"
+                raise self._indptr.corrupt(msg, lost)
         indptr = self._indptr.read(start, stop)
         self._check_indptr(indptr, start)
         return indptr, visit.stored_bytes
+
+    def _lost_file(self, visit: Visit) -> str | None:
+        """Key of a missing file of ``indptr`` that was not zeros, which zarr may leave out.
+
+        Only the first files can be zeros: the first cells are empty. Had they held values, these
+        would now all seem to be the next cell's, with genes twice.
+        """
+        zeros = self._indptr.missing_rows()
+        for key, first, _ in visit.missing:
+            if first >= zeros:
+                return key
+        if zeros == 1:
+            return None
+        last = visit.missing[-1][0]
+        if zeros == self._indptr.shape[0]:
+            return last
+        n_values = int(self._indptr.read(zeros, zeros + 1)[0])
+        if not 0 <= n_values <= min(self._data.shape[0], self.shape[1]):
+            return last
+        columns = to_host(self._indices.read(0, n_values))
+        return last if len(np.unique(columns)) < n_values else None
 
     def _check_indptr(self, indptr: NDArray[Any], first: int) -> None:
         """See that `indptr`, which belongs to rows from `first` on, goes up within the data."""

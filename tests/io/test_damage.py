@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from scgpu_tasks.errors import CorruptChunkError, FormatError
 from scgpu_tasks.io.rows import open_rows
-from tests.io.stores import assert_same, sample, write, write_csr
+from tests.io.stores import all_rows, assert_same, sample, write, write_csr
 
 CHUNK = 100
 SHARD_OF = 5
@@ -168,11 +169,45 @@ def test_a_missing_chunk_of_a_dense_matrix_is_fill_values(tmp_path: Path) -> Non
 def test_a_chunk_of_first_genes_that_zarr_left_out_is_no_damage(tmp_path: Path) -> None:
     # All column numbers are 0, so zarr writes no file for them.
     x = np.array([[5.0, 0], [0, 0], [7, 0]], np.float32)
-    import scipy.sparse as sp
-
     store = write(tmp_path / "a.zarr", sp.csr_matrix(x))
     assert not list((store / "X" / "indices").rglob("c/*"))
     np.testing.assert_array_equal(open_rows(store).read(0, 3).to_matrix().toarray(), x)
+
+
+def left_out(path: Path, x: sp.csr_matrix, chunks: int) -> Path:
+    """Write X with its indptr as zarr does by itself: chunks of zeros are no files."""
+    store = write_csr(path, x, chunks=chunks)
+    group = zarr.open_group(store, path="X", mode="r+", use_consolidated=False)
+    group.create_array("indptr", data=x.indptr, chunks=(chunks,), overwrite=True)
+    assert not file_of(store, "indptr", 0).exists()
+    return store
+
+
+@pytest.mark.parametrize(("empty_cells", "chunks"), [(0, 1), (3, 1), (40, 10), (45, 10)])
+def test_chunks_of_empty_first_cells_that_zarr_left_out_are_no_damage(
+    tmp_path: Path, empty_cells: int, chunks: int
+) -> None:
+    x = sp.vstack([sp.csr_matrix((empty_cells, 60), dtype=np.float32), sample(60)], "csr")
+    rows = open_rows(left_out(tmp_path / "a.zarr", x, chunks), chunks=7)
+    assert_same(all_rows(rows), x)
+    assert_same(rows.read(0, empty_cells).to_matrix(), x[:empty_cells])
+
+
+def test_a_file_lost_after_chunks_that_zarr_left_out_is_named(tmp_path: Path) -> None:
+    x = sp.vstack([sp.csr_matrix((40, 60), dtype=np.float32), sample(60)], "csr")
+    store = left_out(tmp_path / "a.zarr", x, 10)
+    rows = open_rows(store)
+    # The one after the last left out, and one further on.
+    for number in (4, 7):
+        file = file_of(store, "indptr", number)
+        content = file.read_bytes()
+        file.unlink()
+        for read in (lambda: open_rows(store), lambda: rows.read(number * 10 - 5, 99)):
+            with pytest.raises(CorruptChunkError, match="have lost their place") as caught:
+                read()
+            assert (caught.value.array, caught.value.shard) == ("X/indptr", f"c/{number}")
+        file.write_bytes(content)
+    assert_same(all_rows(rows), x)
 
 
 def overwrite(array: str, position: int, value: int) -> Callable[[Path], None]:
