@@ -9,7 +9,7 @@ this file is imported by somebody else. Its docstring has the form that Prefect'
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -60,7 +60,8 @@ def atlas_qc(
         max_counts: Greatest total counts of a cell.
         max_pct_mt: Greatest percentage of mitochondrial counts of a cell.
         min_cells: Least number of kept cells that have a gene.
-        mad: Remove cells by median absolute deviations as well.
+        mad: Remove cells by median absolute deviations; the fixed thresholds of cells above are
+            then not used.
         qc_vars: Gene sets to report on: mt, ribo, hb, or a boolean column of var.
         percent_top: Report the percentage of counts in this many top genes.
         target_sum: Counts per cell after normalisation; empty for the median.
@@ -93,14 +94,17 @@ def main(arguments: list[str] | None = None) -> int:
     from scgpu_tasks.cluster import flow_cluster
     from scgpu_tasks.job.commandline import parse_qc_pca, run_flow, show_record
 
+    def cluster() -> dict[str, Any]:
+        return flow_cluster(options["device"], options["workers"])
+
+    def refuse(parameters: Mapping[str, Any]) -> None:
+        from scgpu_tasks.job.early import refuse_early
+
+        refuse_early(parameters)
+
     options = parse_qc_pca(arguments)
-    here = options["scheduler"] is None and Path(options["source"] or options["store"]).exists()
-    return run_flow(
-        make_flow,
-        options,
-        show_record,
-        (lambda: flow_cluster(options["device"], options["workers"])) if here else None,
-    )
+    own = options["scheduler"] is None
+    return run_flow(make_flow, options, show_record, cluster if own else None, refuse)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from scgpu_tasks.cluster_plan import ClusterPlan, plan_cluster, resolve_device
@@ -157,7 +158,9 @@ def prestart(**options: Any) -> Callable[[], None]:
     A function that closes the cluster if nobody has asked for it.
     """
     global _prestarted
-    pool = ThreadPoolExecutor(1, thread_name_prefix="scgpu-cluster")
+    pool = ThreadPoolExecutor(
+        1, thread_name_prefix="scgpu-cluster", initializer=_block_interrupts
+    )
     mine = _prestarted = (options, pool.submit(make_cluster, **options))
     pool.shutdown(wait=False)
 
@@ -167,6 +170,16 @@ def prestart(**options: Any) -> Callable[[], None]:
                 mine[1].result().close()
 
     return discard
+
+
+def _block_interrupts() -> None:
+    """Keep Ctrl-C from processes that this thread and its threads start.
+
+    They inherit its signal mask, and so are deaf to it before they load `dask_setup`.
+    """
+    # It unblocks the signal in the thread that starts it, which is that of the first process.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def ready_cluster(**options: Any) -> Cluster:

@@ -8,12 +8,10 @@ cache entry only saves running the task to find out that the folder is there.
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from distributed import KilledWorker
@@ -30,10 +28,9 @@ from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.job import steps
 from scgpu_tasks.job.conversion import Conversion, convert_step
 from scgpu_tasks.job.progress import worker_progress
+from scgpu_tasks.job.runlog import file_name, store_stem
 from scgpu_tasks.job.steps import Plan
 from scgpu_tasks.job.workdir import WorkDir
-
-_UNSAFE = re.compile(r"[^\w.+-]+")
 
 RESULT_LAYOUT = 1
 """Version of what tasks return; part of every cache key."""
@@ -214,7 +211,7 @@ class CurrentRun:
     @property
     def folder_name(self) -> str:
         """The name, without what a file name cannot hold."""
-        return _UNSAFE.sub("-", self.name).strip(".-") or self.id
+        return file_name(self.name) or self.id
 
 
 def current_run() -> CurrentRun:
@@ -225,8 +222,7 @@ def current_run() -> CurrentRun:
 
 def run_name() -> str:
     """Name of the flow run: the store's, and the words that Prefect gave the run."""
-    store = str(runtime.flow_run.parameters.get("store", ""))
-    stem = _UNSAFE.sub("-", Path(store.rstrip("/")).stem).strip("-.") or "store"
+    stem = store_stem(str(runtime.flow_run.parameters.get("store", "")))
     words = str(runtime.flow_run.name or "run")
     return words if words.startswith(f"{stem}-") else f"{stem}-{words}"
 

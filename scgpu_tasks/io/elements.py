@@ -22,7 +22,7 @@ from scgpu_tasks.errors import FormatError, StoreError
 V3_DOCUMENTS = ("zarr.json",)
 V2_DOCUMENTS = (".zarray", ".zgroup", ".zattrs")
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_CONVERT = "scgpu_tasks convert"
+_CONVERT = "scgpu-tasks convert"
 
 
 class Files(Protocol):

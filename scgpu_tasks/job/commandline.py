@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -125,6 +126,7 @@ def run_flow(
     options: Mapping[str, Any],
     show: Callable[[Any], None],
     cluster: Callable[[], Mapping[str, Any]] | None = None,
+    refuse: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> int:
     """Run a flow from a shell: server, signals, messages, exit code.
 
@@ -139,6 +141,8 @@ def run_flow(
         Prints the summary of what the flow returned.
     cluster
         Returns the options of the cluster that the flow will ask for; it is started at once.
+    refuse
+        Raises, before anything is started, what can be told from the parameters at once.
 
     Returns
     -------
@@ -150,6 +154,8 @@ def run_flow(
     came: list[int] = []
     try:
         with _signals_raise() as came:
+            if refuse is not None:
+                refuse(parameters)
             show(_run(make_flow, parameters, cluster))
     except KeyboardInterrupt:
         came = came or [signal.SIGINT]
@@ -159,6 +165,7 @@ def run_flow(
         if not came:
             return _report(error, debug=debug)
     if came:
+        _say_record()
         _say(
             f"{_MESSAGES[came[0]]}; run the same command again to go on after the last "
             "finished stage"
@@ -172,6 +179,9 @@ def _run(
     parameters: Mapping[str, Any],
     cluster: Callable[[], Mapping[str, Any]] | None,
 ) -> Any:
+    if not sys.stderr.isatty():
+        # A terminal shows the stages' progress; a log would stay empty to the end.
+        _say(f"starting Prefect{' and Dask' if cluster is not None else ''} ...")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(prefect_api())
         if cluster is not None:
@@ -193,7 +203,16 @@ def _report(error: Exception, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     _say(f"error: {describe_error(error)}")
+    _say_record()
     return EXIT_FAILED
+
+
+def _say_record() -> None:
+    from scgpu_tasks.job.runlog import announced
+
+    folder = announced()
+    if folder is not None:
+        _say(f"record: {folder}/report.html")
 
 
 def _begin_cluster(
@@ -226,7 +245,8 @@ def _signals_raise() -> Iterator[list[int]]:
     """Turn signals into exceptions; yields the list of those that came.
 
     An exception that starts in the middle of somebody's serialiser may come out as another, so
-    the list counts, not the exception.
+    the list counts, not the exception. One that starts where Python drops exceptions, as in a
+    callback of the garbage collector, is sent again.
     """
     came: list[int] = []
 
@@ -236,10 +256,19 @@ def _signals_raise() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         raise Terminated
 
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if issubclass(what.exc_type, KeyboardInterrupt | Terminated) and came:
+            # Not here, where it would be dropped again.
+            threading.Timer(0.02, os.kill, (os.getpid(), came[0])).start()
+        else:
+            sys.__unraisablehook__(what)
+
     before = {number: signal.signal(number, stop) for number in _MESSAGES}
+    hook, sys.unraisablehook = sys.unraisablehook, dropped
     try:
         yield came
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

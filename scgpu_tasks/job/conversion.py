@@ -52,13 +52,23 @@ class Conversion:
         StoreError
             There is no such source.
         """
-        from scgpu_tasks.io.source import is_url, source_stamp
+        from scgpu_tasks.io.source import source_stamp
 
-        if not is_url(self.source) and not Path(self.source).exists():
-            msg = f"there is no source at {self.source} to convert; check the path"
-            raise StoreError(msg)
+        self.require_source()
         parts = [self.source, source_stamp(self.source), _spec().digest()]
         return stage_key("convert", self.store, parts, code=_VERSION)
+
+    def require_source(self) -> None:
+        """Refuse a path at which there is nothing.
+
+        Raises
+        ------
+        StoreError
+            There is no such source.
+        """
+        if "://" not in self.source and not Path(self.source).exists():
+            msg = f"there is no source at {self.source} to convert; check the path"
+            raise StoreError(msg)
 
     def made(self) -> StageFolder | None:
         """Note of this very conversion, if the store is still as it left it."""
@@ -97,7 +107,8 @@ def convert_step(
         if progress is not None:
             progress(state.done_shards, state.total_shards)
 
-    overwrite = refresh or _may_replace(job)
+    # Once more when the new store is complete: that may be hours later.
+    overwrite = True if refresh else "untouched" if may_replace(job) else False
     result = convert_zarr(
         job.source, job.store, spec=_spec(), overwrite=overwrite, progress=report
     )
@@ -111,19 +122,20 @@ def convert_step(
     return describe(done, cached=False, seconds=time.perf_counter() - start)
 
 
-def _may_replace(job: Conversion) -> bool:
+def may_replace(job: Conversion) -> bool:
+    """Whether there is a store at the new one's place, of our making from the same source.
+
+    Raises
+    ------
+    OutputError
+        Something else is there.
+    """
+    from scgpu_tasks.io.convert import is_untouched
+
     if not Path(job.store).exists():
         return False
-    stamp = _stamp(job.store)
-    folder = Path(job.work) / "convert"
-    for path in folder.iterdir() if folder.is_dir() else ():
-        made = WorkDir(job.work).find("convert", path.name)
-        if (
-            made is not None
-            and (made.inputs["source"], made.inputs["store"]) == (job.source, job.store)
-            and made.summary["store_stamp"] == stamp
-        ):
-            return True
+    if is_untouched(job.store, job.source):
+        return True
     msg = (
         f"{job.store} exists, and is not what an earlier run made of {job.source}, or was "
         "changed since; leave --source out to use it as it is, name another --store, or let "

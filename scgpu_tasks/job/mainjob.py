@@ -10,18 +10,28 @@ from typing import Any
 from scgpu_tasks import tasks
 from scgpu_tasks.cluster import flow_cluster, resolve_device
 from scgpu_tasks.cluster_plan import plan_cluster
-from scgpu_tasks.errors import ParameterError, StoreError
+from scgpu_tasks.errors import StoreError
 from scgpu_tasks.io.lazy import read_tables
 from scgpu_tasks.job import steps
 from scgpu_tasks.job.conversion import Conversion
+from scgpu_tasks.job.early import absolute, refreshed, specs_of, work_folder
 from scgpu_tasks.job.probe import probe_source
 from scgpu_tasks.job.progress import ProgressBars
-from scgpu_tasks.job.runlog import RunLog
+from scgpu_tasks.job.runlog import RunLog, announce
 from scgpu_tasks.job.saved import read_pca, read_qc
 from scgpu_tasks.job.steps import STAGES, Plan
 from scgpu_tasks.job.workdir import WorkDir, require_writable
 from scgpu_tasks.records import write_record
-from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
+
+_OF_A_CONVERSION = (
+    "source",
+    "source_form",
+    "verified",
+    "decoded_bytes",
+    "stored_bytes",
+    "seconds",
+    "notes",
+)
 
 
 def main_job(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +59,7 @@ def main_job(parameters: Mapping[str, Any]) -> dict[str, Any]:
     )
     job = _Job(parameters, out, log)
     write_record(folder, log.content)
+    announce(folder)
     try:
         job.run()
         results = job.results()
@@ -61,43 +72,18 @@ def main_job(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {**log.content, "record": str(folder)}
 
 
-def specs_of(parameters: Mapping[str, Any]) -> tuple[QCSpec, HVGSpec, PCASpec]:
-    """Specs of the stages from the flow's parameters.
-
-    Raises
-    ------
-    ParameterError
-        A value is out of range.
-    """
-    p = parameters
-    names = ("layer", "min_genes", "max_genes", "min_counts", "max_counts", "max_pct_mt")
-    qc = QCSpec(
-        **{name: p[name] for name in (*names, "min_cells", "mad")},
-        qc_vars=tuple(p["qc_vars"]),
-        percent_top=tuple(p["percent_top"]),
-        expect_counts=p["counts"],
-    )
-    hvg = HVGSpec(
-        target_sum=p["target_sum"],
-        flavor=p["hvg_flavor"],
-        n_top_genes=p["n_top_genes"],
-        batch_key=p["batch_key"],
-    )
-    return qc, hvg, PCASpec(n_comps=p["n_comps"])
-
-
 class _Job:
     def __init__(self, parameters: Mapping[str, Any], out: Path, log: RunLog) -> None:
         self.parameters = parameters
         self.log = log
-        self.work = str(Path(parameters["work"] or out / ".work").absolute())
-        self.store = _absolute(parameters["store"])
+        self.work = work_folder(parameters, out)
+        self.store = absolute(parameters["store"])
         self.bars = ProgressBars()
         self.done: dict[str, dict[str, Any]] = {}
 
     def run(self) -> None:
         p = self.parameters
-        refresh = _refreshed(p["refresh"])
+        refresh = refreshed(p["refresh"])
         qc, hvg, pca = specs_of(p)
         device = resolve_device(p["device"])
         WorkDir(self.work).clean()
@@ -109,7 +95,7 @@ class _Job:
             if p["source"] is not None:
                 with self._stage("convert") as entry:
                     job = Conversion(
-                        source=_absolute(p["source"]), store=self.store, work=self.work
+                        source=absolute(p["source"]), store=self.store, work=self.work
                     )
                     probe_source(p["source"], qc, hvg, pca)
                     self._note(entry, tasks.run_convert(job, refresh="convert" in refresh))
@@ -166,6 +152,9 @@ class _Job:
         if result["cached"]:
             entry["state"] = "cached"
         summary = result["summary"]
+        if stage == "convert":
+            made = {name: summary[name] for name in _OF_A_CONVERSION if name in summary}
+            self.log.content["summary"]["convert"] = made
         if stage == "load":
             for name in ("element", "encoding", "shape", "nnz", "stored_bytes"):
                 self.log.content["store"][name] = summary[name]
@@ -173,16 +162,3 @@ class _Job:
             read = 0 if result["cached"] else summary["stored_bytes_read"]
             self.log.count_read(stage, read)
             self.log.content["summary"][stage] = summary
-
-
-def _refreshed(stage: str | None) -> tuple[str, ...]:
-    if stage is None:
-        return ()
-    if stage not in STAGES:
-        msg = f"refresh names a stage, one of {', '.join(STAGES)}, not {stage!r}"
-        raise ParameterError(msg)
-    return STAGES[STAGES.index(stage) :]
-
-
-def _absolute(path: str) -> str:
-    return path if "://" in path else str(Path(path).absolute())

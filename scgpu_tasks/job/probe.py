@@ -121,7 +121,7 @@ def probe_source(source: str, qc: QCSpec, hvg: HVGSpec, pca: PCASpec) -> None:
         As `probe`.
     """
     with open_source(source) as opened:
-        root = opened.root
+        root: Any = opened.root
         element = f"layers/{qc.layer}" if qc.layer else "X"
         if element not in root:
             found = ", ".join(root["layers"]) if "layers" in root else ""
@@ -154,7 +154,7 @@ def probe_source(source: str, qc: QCSpec, hvg: HVGSpec, pca: PCASpec) -> None:
 
 
 def _name(table: Any, position: int) -> str:
-    index = (
+    index: Any = (
         table.get(str(table.attrs.get("_index", "_index"))) if hasattr(table, "get") else None
     )
     values = index.get("values") if hasattr(index, "get") else index

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from scgpu_tasks.errors import ScgpuError
@@ -37,6 +39,31 @@ _PACKAGES = (
     "rmm-cu12",
     "rmm-cu13",
 )
+
+
+_UNSAFE = re.compile(r"[^\w.+-]+")
+_announced: Path | None = None
+
+
+def announce(folder: Path) -> None:
+    """Note where the record of this process's last run is, for the command line to tell."""
+    global _announced
+    _announced = folder
+
+
+def announced() -> Path | None:
+    """Return what `announce` noted."""
+    return _announced
+
+
+def file_name(text: str) -> str:
+    """Text without what a file name cannot hold; may be empty."""
+    return _UNSAFE.sub("-", text).strip(".-")
+
+
+def store_stem(store: str) -> str:
+    """Name of a store, for the names of its runs."""
+    return file_name(Path(store.rstrip("/")).stem) or "store"
 
 
 class RunLog:

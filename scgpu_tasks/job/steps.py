@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scgpu_tasks.errors import StoreError
+from scgpu_tasks.errors import FormatError, StoreError
 from scgpu_tasks.job.codeversion import code_version
 from scgpu_tasks.job.workdir import StageFolder, WorkDir, stage_key
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec, Spec
@@ -194,16 +194,24 @@ def pca_step(
 
 
 def require_store(store: str) -> None:
-    """Refuse a path at which there is nothing, before a cluster is started for it.
+    """Refuse a path at which there is no zarr store, before a cluster is started for it.
 
     Raises
     ------
     StoreError
-        No such folder.
+        There is nothing.
+    FormatError
+        It is an h5ad file.
     """
     if "://" not in store and not Path(store).exists():
         msg = f"there is no store at {store}; check the path, or name a --source to convert"
         raise StoreError(msg)
+    if store.endswith((".h5ad", ".h5")) and Path(store).is_file():
+        msg = (
+            f"{store} is an HDF5 file, not a zarr store: run with --source {store} "
+            f"--store {Path(store).with_suffix('.zarr')}, which converts it first"
+        )
+        raise FormatError(msg)
 
 
 def require_unchanged(plan: Plan) -> None:

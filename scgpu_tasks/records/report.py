@@ -30,7 +30,7 @@ class Findings:
 
 _ADVICE = {
     "StoreError": "Check that --store and --source name an existing store that you may read.",
-    "FormatError": "Run `python -m scgpu_tasks check STORE` to see what in the store is in the "
+    "FormatError": "Run `scgpu-tasks check STORE` to see what in the store is in the "
     "way, and convert it with --source where it says so.",
     "DataError": "QC needs raw counts. If the store keeps them in a layer, name it: --layer. "
     "Values that are meant to have fractions, such as corrected counts, pass with "

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 
 import anndata as ad
@@ -10,6 +11,8 @@ import pytest
 import scipy.sparse as sp
 
 from scgpu_tasks import errors
+
+from .conftest import FLOW
 
 N_OBS, N_VARS = 120, 60
 
@@ -162,6 +165,46 @@ def test_the_command_line_fails_with_one_paragraph_and_code_1(shell_with_server,
     assert record["state"] == "failed"
     assert record["error"]["type"] == "StoreError"
     assert json.dumps(record["parameters"])
+    assert done.stderr.endswith(
+        f"record: {shell_with_server.out}/{record['name']}/report.html\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        (["--store={h5ad}"], "FormatError", r"--source .*bad\.h5ad --store .*bad\.zarr"),
+        (["--store=new.zarr", "--source=none.h5ad"], "StoreError", "no source at"),
+        (["--store={store}", "--source={h5ad}"], "OutputError", "exists"),
+        (["--store=new.zarr", "--source={h5ad}"], "DataError", r"cell7.*gene5.*--not-counts"),
+        (["--store={store}", "--batch-key=donor"], "ParameterError", r"'donor'.*batch"),
+        (["--store={store}", "--chunks=0"], "ParameterError", "chunks must be 1"),
+        (["--store={store}", "--workers=0"], "ParameterError", "workers"),
+        (["--store={store}", "--n-comps=5000"], "ParameterError", "n_comps=5000 must be below"),
+    ],
+)
+def test_what_is_known_at_once_is_refused_before_anything_is_started(
+    write, tmp_path, capsys, monkeypatch, options, kind, match
+):
+    main = runpy.run_path(str(FLOW), run_name="__mp_main__")["main"]
+    bad = ad.read_zarr(write(with_value(0.5)))
+    bad.write_h5ad(tmp_path / "bad.h5ad")
+    store = write(counts())
+    given = [o.format(h5ad=tmp_path / "bad.h5ad", store=store) for o in options]
+    monkeypatch.chdir(tmp_path)
+
+    def start():
+        msg = "a server was started"
+        raise AssertionError(msg)
+
+    monkeypatch.setattr("scgpu_tasks.job.commandline.prefect_api", start)
+    assert main(["--n-top-genes=40", "--n-comps=5", *given]) == 1
+    err = capsys.readouterr().err
+    assert re.search(match, err)
+    (path,) = (tmp_path / "runs").glob("*/run.json")
+    record = json.loads(path.read_text())
+    assert record["error"]["type"] == kind
+    assert f"record: {path.parent}/report.html" in err
 
 
 def test_options_that_do_not_parse_end_with_code_2_and_usage(shell):

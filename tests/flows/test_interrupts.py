@@ -77,6 +77,22 @@ def test_a_run_that_is_stopped_leaves_no_process_and_the_next_goes_on(
         assert shell.left_over() == []
 
 
+def test_an_early_ctrl_c_prints_no_traceback_of_workers_that_start(shell, store):
+    run = shell.start("--store", str(store), "--workers=2")
+    deadline = time.monotonic() + 120
+    while not any("spawn_main" in " ".join(p.cmdline()) for p in shell.processes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    send_ctrl_c(run)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert out == ""
+    start, stopped = err.splitlines()
+    assert start == "starting Prefect and Dask ..."
+    assert stopped.startswith("interrupted")
+    assert shell.left_over() == []
+
+
 def test_a_killed_flow_leaves_no_process_and_the_next_run_clears_up_after_it(
     shell, store, runs
 ):

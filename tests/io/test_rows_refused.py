@@ -48,7 +48,7 @@ def attribute(name: str, value: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (csc, "CSC.*scgpu_tasks convert .* DST --csr"),
+        (csc, "CSC.*scgpu-tasks convert .* DST --csr"),
         (no_x, "has no X; it has no layers either"),
         (rename("X", "layers/counts"), "has no X; its layers are counts"),
         (rename("obs", "bos"), None),
@@ -80,7 +80,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
 def test_h5ad_is_sent_to_the_converter(tmp_path: Path) -> None:
     path = tmp_path / "a.h5ad"
     ad.AnnData(sample()).write_h5ad(path)
-    with pytest.raises(FormatError, match=r"HDF5 file.*scgpu_tasks convert"):
+    with pytest.raises(FormatError, match=r"HDF5 file.*scgpu-tasks convert"):
         open_rows(path)
 
 
