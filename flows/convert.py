@@ -101,6 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="convert.py",
         description="Convert AnnData sources that are new or changed into GPU-ready stores.",
+        epilog="In brackets: the default.",
+        allow_abbrev=False,
     )
     parser.add_argument("src", help="a source, a folder of sources, or a pattern")
     parser.add_argument("dst", help="the new store, or the folder of the new stores")

@@ -56,14 +56,15 @@ def parse_qc_pca(arguments: list[str] | None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="qc_pca.py",
         description="Quality control, highly variable genes and PCA of a single-cell atlas.",
-        epilog="'none' switches a filter off. Each run leaves a record in OUT/<run name>.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="In brackets: the default. 'none' switches a filter off. Each run leaves a record in "
+        "OUT/<run name>.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--store", required=True, help="AnnData zarr store to work on")
+    add("--store", required=True, help="AnnData zarr store to work on, or to make of --source")
     add("--source", help="convert this (h5ad or zarr) into --store first")
-    add("--out", default="runs", help="folder for run records")
-    add("--work", help="folder for finished stages, reused by later runs; .work inside --out")
+    add("--out", default="runs", help="folder for run records (%(default)s)")
+    add("--work", help="folder for finished stages, reused by later runs (.work inside --out)")
     add("--debug", "-v", action="store_true", help="show tracebacks and Prefect's log")
     _add_compute_options(parser)
     _add_filter_options(parser)
@@ -73,10 +74,15 @@ def parse_qc_pca(arguments: list[str] | None) -> dict[str, Any]:
 
 def _add_compute_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where and how").add_argument
-    add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="what computes")
-    add("--workers", type=int, help="worker processes; by default what suits the machine")
+    add(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="what computes (%(default)s)",
+    )
+    add("--workers", type=int, help="worker processes (what suits the machine)")
     add("--scheduler", metavar="ADDRESS", help="use the Dask cluster of this scheduler")
-    add("--chunks", type=chunk_size, default="auto", help="cells per block, or auto")
+    add("--chunks", type=chunk_size, default="auto", help="cells per block (%(default)s)")
     add(
         "--refresh",
         metavar="STAGE",
@@ -87,38 +93,72 @@ def _add_compute_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_filter_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("quality control").add_argument
-    add("--layer", help="layer that holds the counts; by default X")
+    add("--layer", help="layer that holds the counts (X)")
     add(
         "--not-counts",
         dest="counts",
         action="store_false",
         default=True,
-        help="do not insist on whole numbers, 0 or more",
+        help="do not insist on counts: whole numbers, 0 or more",
     )
     whole, real = optional(int), optional(float)
-    add("--min-genes", type=whole, default=200, help="genes with counts, at least")
-    add("--max-genes", type=whole, help="genes with counts, at most")
-    add("--min-counts", type=real, help="total counts of a cell, at least")
-    add("--max-counts", type=real, help="total counts of a cell, at most")
-    add("--max-pct-mt", type=real, default=20.0, help="per cent mitochondrial, at most")
-    add("--min-cells", type=whole, default=3, help="kept cells that have a gene, at least")
-    add("--mad", action="store_true", help="also remove outliers by median deviations")
-    add("--qc-vars", type=names, default=("mt",), help="gene sets to report on")
-    add("--percent-top", type=numbers, default=(), help="per cent in top genes, as 50,100")
+    shown = "(%(default)s)"
+    add("--min-genes", type=whole, default=200, help=f"genes with counts, at least {shown}")
+    add("--max-genes", type=whole, help="genes with counts, at most (none)")
+    add("--min-counts", type=real, help="total counts of a cell, at least (none)")
+    add("--max-counts", type=real, help="total counts of a cell, at most (none)")
+    add(
+        "--max-pct-mt",
+        type=real,
+        default=20.0,
+        help="per cent mitochondrial counts of a cell, at most (20)",
+    )
+    add("--min-cells", type=whole, default=3, help=f"kept cells with a gene, at least {shown}")
+    add(
+        "--mad",
+        action="store_true",
+        help="remove outliers by median absolute deviations, in place of the thresholds of "
+        "cells above",
+    )
+    add(
+        "--qc-vars",
+        type=names,
+        default=("mt",),
+        metavar="A,B",
+        help="gene sets to report on, separated by commas: mt, ribo, hb, or boolean columns of "
+        "var (mt)",
+    )
+    add(
+        "--percent-top",
+        type=numbers,
+        default=(),
+        metavar="N,N",
+        help="report the share of counts in that many top genes, such as 50,100 (none)",
+    )
 
 
 def _add_pca_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("genes and components").add_argument
-    add("--target-sum", type=optional(float), default=1e4, help="none: the median")
+    add(
+        "--target-sum",
+        type=optional(float),
+        default=1e4,
+        help="counts of a cell after normalisation; none: the median (10000)",
+    )
     add(
         "--hvg-flavor",
         choices=("seurat", "cell_ranger", "seurat_v3"),
         default="seurat",
-        help="how highly variable genes are chosen",
+        help="how highly variable genes are chosen (%(default)s)",
     )
-    add("--n-top-genes", type=optional(int), default=2000, help="none: by cutoffs")
-    add("--batch-key", help="column of obs; genes are chosen within each batch")
-    add("--n-comps", type=int, default=50, help="principal components")
+    add(
+        "--n-top-genes",
+        type=optional(int),
+        default=2000,
+        help="highly variable genes; none: by cutoffs (%(default)s)",
+    )
+    add("--batch-key", help="column of obs; genes are chosen within each batch (none)")
+    add("--n-comps", type=int, default=50, help="principal components (%(default)s)")
 
 
 def run_flow(
