@@ -9,7 +9,6 @@ is decoded on the host, which takes a fraction of the decoder's latency.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +35,6 @@ VERDICTS = {
 """Bits of a verdict, as ``chunks.cu`` sets them."""
 
 _TO_DEVICE, _TO_HOST = 1, 2
-_POLL = 2e-4  # seconds; a batch takes some milliseconds
 _THREADS = 256
 _LEAST_FIRST = 256  # chunks of a first batch; fewer take the decoder as long
 _SLACK = 65536  # bytes after the last chunk, for a decoder that looks past a damaged one
@@ -111,8 +109,8 @@ class _Run:
         most = min(most, scratch.settings().batch_chunks)
         # Where nothing else keeps the decoder busy, it begins on a part while more is read.
         n = len(self.plan.present)
-        idle = scratch.decoder_idle(reader.device) and n > 2 * _LEAST_FIRST
-        first = max(_LEAST_FIRST, min(n, most) // 4) if idle else 0
+        alone = scratch.reads_running(reader.device) <= 1 and n > 2 * _LEAST_FIRST
+        first = max(_LEAST_FIRST, min(n, most) // 4) if alone else 0
         self.batches = cut_batches(n, most, first)
         self.tables = self._upload_tables()
         self.fill = _fill_words(self.layout)
@@ -208,7 +206,6 @@ class _Run:
         """Enqueue checks, decoding, verdicts and placing of one batch."""
         with slot.stream:
             self._enqueue(jobs, extents, slot)
-        scratch.note_batch(self.reader.device, slot.done)
 
     def _enqueue(self, jobs: Jobs, extents: Extents, slot: Slot) -> None:
         layout, n, stream = self.layout, len(jobs), slot.stream
@@ -363,16 +360,14 @@ class _Run:
     def _wait(self, slot: Slot, jobs: Jobs) -> None:
         """Wait for a batch, but not for ever: nvCOMP can hang on a damaged stream."""
         limit = scratch.settings().decode_seconds
-        deadline = time.monotonic() + limit
-        while not slot.done.done:
-            if time.monotonic() > deadline:
-                scratch.give_up(self.reader.device)
-                why = f"the GPU's decoder had not come back from its batch after {limit:g} s"
-                for row in range(len(jobs)):
-                    self.request.decode_on_host(jobs, row, why)
-                msg = f"a batch of {len(jobs)} sound chunks: {why}. {scratch.GIVEN_UP}"
-                raise ClusterError(msg)
-            time.sleep(_POLL)
+        if slot.wait(limit):
+            return
+        scratch.give_up(self.reader.device)
+        why = f"the GPU's decoder had not come back from its batch after {limit:g} s"
+        for row in range(len(jobs)):
+            self.request.decode_on_host(jobs, row, why)
+        msg = f"a batch of {len(jobs)} sound chunks: {why}. {scratch.GIVEN_UP}"
+        raise ClusterError(msg)
 
     def _decode_refused(self, *, strict: bool) -> None:
         """Decode on the host what the GPU refused, one chunk at a time: there are few."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -201,6 +203,35 @@ class PinnedBuffer:
         return self._view
 
 
+class _Waiter:
+    """Waits for events on a thread of its own, so that waiting can be given up."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Any, Future[None]]] = SimpleQueue()
+        # A daemon: where an event never comes, it must not keep the process from ending.
+        threading.Thread(target=self._run, name="scgpu-wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            event, told = self._queue.get()
+            try:
+                event.synchronize()
+            except _cupy().cuda.runtime.CUDARuntimeError as error:
+                told.set_exception(error)
+            else:
+                told.set_result(None)
+
+    def wait(self, event: Any, seconds: float) -> bool:
+        """Return whether the event came in time; raises what CUDA raises."""
+        told: Future[None] = Future()
+        self._queue.put((event, told))
+        try:
+            told.result(timeout=seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
 class Slot:
     """Stream and buffers of one batch in flight."""
 
@@ -216,6 +247,11 @@ class Slot:
         self.upload = PinnedBuffer()
         self.verdict = PinnedBuffer()
         self.done = cp.cuda.Event(block=True, disable_timing=True)
+        self._waiter = _Waiter()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the batch, at most so long; return whether it is done."""
+        return self._waiter.wait(self.done, seconds)
 
     @property
     def buffers(self) -> tuple[DeviceBuffer, ...]:
@@ -292,7 +328,6 @@ class _Pool:
         self._in_use = 0
         self._turn = threading.BoundedSemaphore(self._readers)
         self.given_up = False
-        self.last_batch: Any = None
         self._total = _cupy().cuda.runtime.memGetInfo()[1]
 
     @property
@@ -387,17 +422,6 @@ def given_up() -> bool:
     """Tell whether a decoder hangs on some device of this process."""
     with _pools_lock:
         return any(pool.given_up for pool in _pools.values())
-
-
-def note_batch(device: int, done: Any) -> None:
-    """Note a batch that was handed to the decoder, by the event that follows it."""
-    pool_of(device).last_batch = done
-
-
-def decoder_idle(device: int) -> bool:
-    """Tell whether the newest batch of a device is decoded, or none was begun."""
-    last = pool_of(device).last_batch
-    return last is None or last.done
 
 
 def reads_running(device: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -192,7 +193,8 @@ def _require_counts(rows: RowBlocks, var: pd.DataFrame) -> None:
     stop = min(SAMPLE_CELLS, rows.shape[0])
     if stop == 0:
         return
-    matrix = rows.read(0, stop).to_matrix()
+    # A few cells: no GPU is needed for them, and host arrays serve the messages.
+    matrix = replace(rows, device="cpu").read(0, stop).to_matrix()
     sparse = hasattr(matrix, "indptr")
     _require_whole(
         matrix.data if sparse else matrix,
