@@ -56,8 +56,8 @@ def parse_qc_pca(arguments: list[str] | None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="qc_pca.py",
         description="Quality control, highly variable genes and PCA of a single-cell atlas.",
-        epilog="In brackets: the default. 'none' switches a filter off. Each run leaves a record in "
-        "OUT/<run name>.",
+        epilog="In brackets: the default. 'none' switches a filter off. Each run leaves a "
+        "record in OUT/<run name>.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -87,24 +87,43 @@ class Limits:
             bounds = self.counts
         elif metric == "log1p_n_genes_by_counts":
             bounds = self.genes
-        low, high = (None if b is None else words.count(float(f"{b:.4g}")) for b in bounds)
+        low, high = _bound_words(bounds, whole="genes" in metric and "pct" not in metric)
         if low is None or bounds[0] is None or bounds[0] <= 0:
             return title, f"at most {high}{unit}"
         return title, f"{low} to {high}{unit}"
 
 
-def _middle(values: pd.Series, kept: pd.Series) -> str:
+def _middle(values: pd.Series, kept: pd.Series, *, whole: bool) -> str:
     middle = values[kept.to_numpy(dtype=bool)].median()
-    return words.count(float(f"{middle:.4g}")) if np.isfinite(middle) else "–"
+    if not np.isfinite(middle):
+        return "–"
+    return words.count(round(middle) if whole else float(f"{middle:.4g}"))
 
 
-def _kept_range(bounds: qc_figures.Bounds, unit: str) -> str:
-    low, high = (None if b is None else words.count(float(f"{b:.4g}")) for b in bounds)
-    if low is not None and high is not None:
-        return f"Threshold: {low} to {high}{unit}. "
-    if low is not None:
-        return f"Threshold: at least {low}{unit}. "
-    return f"Threshold: at most {high}{unit}. " if high is not None else ""
+def _bound_words(bounds: qc_figures.Bounds, *, whole: bool) -> tuple[str | None, str | None]:
+    """Thresholds in words; ``whole``: of whole numbers, which pass at or within them."""
+    low, high = bounds
+    if whole:
+        low = None if low is None else math.ceil(low)
+        high = None if high is None or math.isinf(high) else math.floor(high)
+    texts = [
+        None if b is None else words.count(b if whole else float(f"{b:.4g}"))
+        for b in (low, high)
+    ]
+    return texts[0], texts[1]
+
+
+def _outside(bound: float | None, values: pd.Series, *, log: bool) -> str:
+    hidden = bound is not None and qc_figures.is_outside(bound, values.to_numpy(), log=log)
+    return " (outside the plot)" if hidden else ""
+
+
+def _kept_range(low: str | None, high: str | None) -> str:
+    if low and high:
+        return f"Threshold: {low} to {high}. "
+    if low:
+        return f"Threshold: at least {low}. "
+    return f"Threshold: at most {high}. " if high else ""
 
 
 def _histograms(cells: pd.DataFrame, limits: Limits, sets: list[str]) -> list[dict[str, str]]:
@@ -126,8 +145,13 @@ def _histograms(cells: pd.DataFrame, limits: Limits, sets: list[str]) -> list[di
             values.to_numpy(), kept, name=f"hist{number}", label=label, bounds=bounds, log=log
         )
         unit = " %" if label.startswith("%") else ""
-        middle = _middle(values, cells["passed_qc"])
-        caption = f"{_kept_range(bounds, unit)}Median of the kept cells: {middle}{unit}."
+        whole = column == "n_genes_by_counts"
+        middle = _middle(values, cells["passed_qc"], whole=whole)
+        low, high = (
+            text and text + unit + _outside(bound, values, log=log)
+            for text, bound in zip(_bound_words(bounds, whole=whole), bounds, strict=True)
+        )
+        caption = f"{_kept_range(low, high)}Median of the kept cells: {middle}{unit}."
         figures.append({"title": title, "svg": svg, "caption": caption})
     return figures
 

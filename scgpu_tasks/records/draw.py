@@ -78,7 +78,6 @@ _STYLE: dict[str, Any] = {
 }
 # matplotlib's settings are global to the process: one figure at a time, settings put back.
 _LOCK = threading.Lock()
-MARK_REACH = 0.4
 
 
 @contextmanager
@@ -176,23 +175,14 @@ def sample(n: int, limit: int, seed: int = 0) -> NDArray[np.int64]:
     return rng.choice(n, size=limit, replace=False).astype(np.int64)
 
 
-def span(
-    values: NDArray[Any], marks: Sequence[float] = (), pad: float = 0.03
-) -> tuple[float, float]:
-    """Lowest and highest finite value with a margin; a unit span around a single value.
-
-    ``marks`` that lie near the values are taken in; those far off would squeeze the values
-    into a corner.
-    """
+def span(values: NDArray[Any], pad: float = 0.03) -> tuple[float, float]:
+    """Lowest and highest finite value with a margin; a unit span around a single value."""
     finite = values[np.isfinite(values)]
     if len(finite) == 0:
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
     if low == high:
         low, high = low - 0.5, high + 0.5
-    reach = MARK_REACH * (high - low)
-    near = [mark for mark in marks if low - reach <= mark <= high + reach]
-    low, high = min([low, *near]), max([high, *near])
     margin = pad * (high - low)
     return low - margin, high + margin
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 COMPONENTS_LISTED = 12
 GENES_LISTED = 8
+_TYPES = re.compile(r"type|cluster|leiden|louvain|annot", re.IGNORECASE)
+_BATCHES = re.compile(r"batch|donor|sample|patient", re.IGNORECASE)
 
 
 def pca_view(
@@ -34,8 +37,12 @@ def pca_view(
     """
     share = np.asarray(pca.variance_ratio, dtype=np.float64)
     total = words.percent(float(share.sum()))
+    maps = _maps(obs, pca, batch_key)
+    columns = {m["colouring"].column for m in maps if m["colouring"] is not None}
     return {
-        "maps": _maps(obs, pca, batch_key),
+        "maps": maps,
+        "has_types": any(_TYPES.search(column) for column in columns),
+        "has_batches": any(c == batch_key or _BATCHES.search(c) for c in columns),
         "scree": {
             "svg": pca_figures.scree(share),
             "caption": (

@@ -49,11 +49,10 @@ def histogram(
     finite = np.isfinite(values)
     values, kept = values[finite], kept[finite]
     scale = np.log10(values + 1) if log else values
+    low, high = _axis(scale)
     cuts = [float(b) for b in bounds if b is not None and np.isfinite(b)]
     shown = [float(np.log10(b + 1)) if log else b for b in cuts]
-    low, high = draw.span(scale, shown, pad=0.02)
-    if low < 0 <= scale.min():
-        low = 0.0
+    shown = [mark for mark in shown if low <= mark <= high]
     edges = np.linspace(low, high, BINS + 1)
     all_cells, _ = np.histogram(scale, bins=edges)
     kept_cells, _ = np.histogram(scale[kept], bins=edges)
@@ -71,6 +70,19 @@ def histogram(
         draw.number_axis(ax.yaxis)
         text = f"Histogram of {label}; {words.count(len(values))} cells"
         return draw.to_svg(figure, name, text)
+
+
+def is_outside(bound: float, values: NDArray[Any], *, log: bool) -> bool:
+    """Whether a threshold lies outside the axis of the values' `histogram`."""
+    values = np.asarray(values, dtype=np.float64)
+    values = values[np.isfinite(values)]
+    low, high = _axis(np.log10(values + 1) if log else values)
+    return not low <= (np.log10(bound + 1) if log else bound) <= high
+
+
+def _axis(scale: NDArray[np.float64]) -> tuple[float, float]:
+    low, high = draw.span(scale, pad=0.02)
+    return (0.0 if low < 0 <= scale.min(initial=0) else low), high
 
 
 def _one_plus_ticks(ax: Any, low: float, high: float) -> None:
@@ -92,7 +104,7 @@ def counts_against_genes(
     cells: pd.DataFrame, *, counts: Bounds = (None, None), genes: Bounds = (None, None)
 ) -> str:
     """Draw where the cells lie by total counts and genes found, as a density."""
-    x, y, limits, bins = _log_grid(cells, counts, genes)
+    x, y, limits, bins = _log_grid(cells)
     image = draw.bin_image(x, y, limits, bins)
     top = max(float(np.nanmax(image)), 2.0) if np.isfinite(image).any() else 2.0
     return _grid_figure(
@@ -115,7 +127,7 @@ def percentage_over_grid(
 ) -> str:
     """Draw the mean of a percentage column over total counts and genes found."""
     share = cells[column].to_numpy(dtype=np.float64)
-    x, y, limits, bins = _log_grid(cells, counts, genes)
+    x, y, limits, bins = _log_grid(cells)
     # A share is known of exactly those cells that have counts, and so a place in the grid.
     image = draw.bin_image(x, y, limits, bins, weights=share[_has_counts(cells)])
     top = float(np.nanmax(image)) if np.isfinite(image).any() else 1.0
@@ -140,13 +152,13 @@ def _powers(bounds: Bounds) -> list[float]:
 
 
 def _log_grid(
-    cells: pd.DataFrame, counts_bounds: Bounds, genes_bounds: Bounds
+    cells: pd.DataFrame,
 ) -> tuple[NDArray[Any], NDArray[Any], tuple[float, float, float, float], int]:
     # Empty cells have no place on a logarithmic axis; the table of filters counts them.
     some = _has_counts(cells)
     x = np.log10(cells["total_counts"].to_numpy(dtype=np.float64)[some])
     y = np.log10(cells["n_genes_by_counts"].to_numpy(dtype=np.float64)[some])
-    limits = (*draw.span(x, _powers(counts_bounds)), *draw.span(y, _powers(genes_bounds)))
+    limits = (*draw.span(x), *draw.span(y))
     full = len(x) >= CELLS_FOR_FULL_GRID
     return x, y, limits, GRID_BINS if full else GRID_BINS * 3 // 4
 

@@ -88,6 +88,7 @@ def render(run: Mapping[str, Any], found: Findings | None = None) -> str:
         "qc": qc,
         "pca": pca,
         "stages": _stages(run),
+        "conversion": _conversion(run),
         "snippet": _snippet(found),
         "details": _details(run),
     }
@@ -211,6 +212,15 @@ def _stages(run: Mapping[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _conversion(run: Mapping[str, Any]) -> str | None:
+    made = run.get("summary", {}).get("convert")
+    if not made:
+        return None
+    if made.get("verified"):
+        return "The converted store was read back and compared with its source: no difference."
+    return "The converted store was NOT compared with its source."
 
 
 def _snippet(found: Findings | None) -> str:

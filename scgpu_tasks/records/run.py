@@ -63,7 +63,8 @@ class Run(TypedDict, total=False):
     store: StoreEntry
     stages: dict[str, StageEntry]
     summary: dict[str, Any]
-    """What QC and PCA counted: cells and genes kept and lost, thresholds used."""
+    """What QC and PCA counted: cells and genes kept and lost, thresholds used; and whether a
+    conversion was verified."""
     versions: dict[str, str]
     hardware: dict[str, Any]
     error: ErrorEntry

@@ -91,7 +91,6 @@ def test_groups_are_numbered_where_they_lie_apart(apart: float, labels: int) -> 
 
 def test_marks_far_from_the_values_do_not_squeeze_them() -> None:
     values = np.array([0.0, 10.0])
-    assert draw.span(values, [12.0], pad=0) == (0.0, 12.0)
-    assert draw.span(values, [1e6, -1e6], pad=0) == (0.0, 10.0)
+    assert draw.span(values, pad=0) == (0.0, 10.0)
     assert draw.span(np.array([np.nan]), pad=0) == (0.0, 1.0)
     assert draw.span(np.array([3.0, 3.0]), pad=0) == (2.5, 3.5)

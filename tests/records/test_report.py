@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scgpu_tasks.records import write_record
+from scgpu_tasks.records import qc_figures, write_record
 from scgpu_tasks.records.report import Findings, render
 from scgpu_tasks.specs import QCSpec
 from tests.records.conftest import Finished, finish
@@ -284,7 +284,8 @@ def test_mad_limits_are_shown_as_the_counts_they_mean(atlas: ad.AnnData) -> None
     report = render(RUN, Findings(done.obs, done.qc, done.pca))
     low, high = f"{np.expm1(limits[0]):.3g}", f"{np.expm1(limits[1]):,.0f}"
     assert f"Counts far from the median {low} to {high}" in text_of(section(report, "filters"))
-    assert f"Threshold: {low} to {high}." in text_of(section(report, "cells"))
+    shown = re.escape(f"Threshold: {low}") + r"( \(outside the plot\))? to " + re.escape(high)
+    assert re.search(shown, text_of(section(report, "cells")))
 
 
 @pytest.mark.filterwarnings("ignore:Zero-center being used")
@@ -308,3 +309,48 @@ def test_unusual_runs_have_a_report_too(atlas: ad.AnnData, case: str) -> None:
         assert "Where damaged cells lie" not in report
     if case == "no filter":
         assert text_of(section(report, "filters")).count("No filter was set.") == 1
+
+
+def test_thresholds_outside_the_data_are_said_to_be_and_leave_the_axis_alone(
+    finished: Finished,
+) -> None:
+    values = finished.qc.cells["n_genes_by_counts"].to_numpy()
+    kept = np.ones(len(values), bool)
+    near, far = int(np.median(values)), int(values.max()) * 2
+    draws = [
+        qc_figures.histogram(
+            values, kept, name="h", label="genes", bounds=(near, high), log=True
+        )
+        for high in (None, far)
+    ]
+    assert draws[0] == draws[1]
+    qc = dataclasses.replace(
+        finished.qc,
+        summary=finished.qc.summary | {"thresholds": {"min_genes": near, "max_genes": far}},
+    )
+    text = text_of(section(render(RUN, Findings(finished.obs, qc)), "cells"))
+    assert f"Threshold: {near:,} to {far:,} (outside the plot)." in text
+
+
+def test_thresholds_of_genes_are_whole_numbers_also_from_deviations(finished: Finished) -> None:
+    mad = {"log1p_n_genes_by_counts": [np.log1p(70.4), np.log1p(310.6)]}
+    qc = dataclasses.replace(
+        finished.qc, summary=finished.qc.summary | {"thresholds": {"mad": mad}}
+    )
+    text = text_of(section(render(RUN, Findings(finished.obs, qc)), "cells"))
+    assert re.search(r"Threshold: 71( \(outside the plot\))? to 310", text)
+
+
+@pytest.mark.parametrize(
+    ("verified", "words"), [(True, "no difference"), (False, "NOT compared")]
+)
+def test_the_report_says_whether_a_conversion_was_verified(verified: bool, words: str) -> None:
+    run = {**RUN, "summary": {"convert": {"verified": verified}}}
+    assert words in text_of(section(render(run), "stages"))
+
+
+def test_kept_cells_do_not_stand_in_the_column_of_removed_ones(finished: Finished) -> None:
+    report = section(render(RUN, Findings(finished.obs, finished.qc)), "filters")
+    summary = finished.qc.summary
+    kept, total = summary["n_cells_kept"], summary["n_cells"]
+    assert f"Kept by all filters: {kept:,} of {total:,} (" in text_of(report)
