@@ -36,15 +36,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="scgpu-tasks", description="Out-of-core single-cell steps on CPUs and GPUs."
+        prog="scgpu-tasks",
+        description="Out-of-core single-cell steps on CPUs and GPUs.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="say what keeps a store from being read fast")
+    check = commands.add_parser(
+        "check", help="say what keeps a store from being read fast", allow_abbrev=False
+    )
     check.add_argument("path", help="zarr folder, zip, h5ad file, or a URL")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every file of a converted store with the checksum in its manifest",
+    )
     check.set_defaults(run=_check)
     convert = commands.add_parser(
-        "convert", help="convert an AnnData store into one that a GPU reads fast"
+        "convert",
+        help="convert an AnnData store into one that a GPU reads fast",
+        epilog="In brackets: the default.",
+        allow_abbrev=False,
     )
     convert.add_argument("src", help="zarr v2 or v3 (folder, zip, URL) or h5ad")
     convert.add_argument("dst", help="the new zarr v3 store")
@@ -91,20 +103,39 @@ def convert_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def _check(arguments: argparse.Namespace) -> int:
     from scgpu_tasks.io.check import check
 
+    if arguments.verify:
+        return _verify(arguments)
     report = check(arguments.path)
     print(json.dumps(report.to_json(), indent=1) if arguments.json else report)
     return 0 if report.ok else 1
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    from scgpu_tasks.io.convert import verify_store
+
+    found = verify_store(arguments.path)
+    if arguments.json:
+        print(json.dumps({"path": arguments.path, "differences": found}, indent=1))
+    elif found:
+        print(f"{arguments.path} is not as it was converted:", *found, sep="\n  ")
+    else:
+        print(f"{arguments.path}: every file is as it was converted")
+    return 1 if found else 0
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     from scgpu_tasks.io.convert import convert_zarr
     from scgpu_tasks.io.convert.bar import progress_bar
+    from scgpu_tasks.io.convert.many import summary
 
     with progress_bar(enabled=not arguments.json) as report:
         result = convert_zarr(
             arguments.src, arguments.dst, progress=report, **convert_options(arguments)
         )
-    print(json.dumps(result.to_json(), indent=1) if arguments.json else result)
+    if arguments.json:
+        print(json.dumps(result.to_json(), indent=1))
+    else:
+        print(summary([{"state": "converted", "store": result.path} | result.to_json()]))
     return 0
 
 

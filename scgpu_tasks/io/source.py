@@ -241,7 +241,7 @@ def source_stamp(path: str | os.PathLike[str]) -> str:
 def _local_files(path: Path) -> Iterator[Any]:
     if not path.is_dir():
         stat = path.stat()
-        yield [stat.st_size, stat.st_mtime_ns]
+        yield [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         return
     pending = [path]
     while pending:
@@ -254,7 +254,8 @@ def _local_files(path: Path) -> Iterator[Any]:
                 continue
             stat = entry.stat()
             name = os.path.relpath(entry.path, path)
-            item: list[Any] = [name, stat.st_size, stat.st_mtime_ns]
+            # The modification time can be put back, the status-change time cannot.
+            item: list[Any] = [name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
             if entry.name in _METADATA:
                 item.append(hashlib.sha256(Path(entry.path).read_bytes()).hexdigest())
             yield item

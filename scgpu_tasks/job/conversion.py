@@ -108,9 +108,12 @@ def convert_step(
             progress(state.done_shards, state.total_shards)
 
     # Once more when the new store is complete: that may be hours later.
-    overwrite = True if refresh else "untouched" if may_replace(job) else False
     result = convert_zarr(
-        job.source, job.store, spec=_spec(), overwrite=overwrite, progress=report
+        job.source,
+        job.store,
+        spec=_spec(),
+        overwrite=True if refresh else "untouched" if may_replace(job) else False,
+        progress=report,
     )
     if not is_current(job.source, job.store, _spec()):
         msg = f"{job.source} was changed while it was converted; run again"

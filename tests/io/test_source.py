@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import h5py
@@ -42,7 +41,7 @@ def test_a_source_is_recognised_by_its_content(
 def test_a_stamp_changes_with_any_chunk_and_not_with_the_name(tmp_path: Path) -> None:
     write(atlas(), tmp_path / "a.zarr", "zarr v3", 0)
     stamp = source_stamp(tmp_path / "a.zarr")
-    shutil.copytree(tmp_path / "a.zarr", tmp_path / "b.zarr")
+    (tmp_path / "a.zarr").rename(tmp_path / "b.zarr")
     assert source_stamp(tmp_path / "b.zarr") == stamp
     chunk = next((tmp_path / "b.zarr/X/data").rglob("c/*"))
     data = bytearray(chunk.read_bytes())
@@ -60,6 +59,20 @@ def test_a_stamp_of_an_h5ad_changes_when_it_is_written(tmp_path: Path) -> None:
     stat = (tmp_path / "a.h5ad").stat()
     os.utime(tmp_path / "a.h5ad", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert source_stamp(tmp_path / "a.h5ad") != stamp
+
+
+@pytest.mark.parametrize("name", ["a.h5ad", "a.zarr"])
+def test_a_stamp_changes_where_size_and_time_of_a_rewritten_file_stay(
+    tmp_path: Path, name: str
+) -> None:
+    write(atlas(), tmp_path / name, "h5ad" if name == "a.h5ad" else "zarr v3", 0)
+    stamp = source_stamp(tmp_path / name)
+    file = tmp_path / ("a.h5ad" if name == "a.h5ad" else "a.zarr/X/data/c/0")
+    before, data = file.stat(), bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert source_stamp(tmp_path / name) != stamp
 
 
 def test_a_url_that_needs_a_package_names_it() -> None:

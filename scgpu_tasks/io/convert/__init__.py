@@ -1,5 +1,6 @@
 """Any AnnData in, a store out that a GPU reads fast: streamed, verified, resumable."""
 
+from scgpu_tasks.io.convert.audit import is_untouched, verify_store
 from scgpu_tasks.io.convert.convert import ConvertResult, convert_zarr, is_current
 from scgpu_tasks.io.convert.manifest import manifest_path, read_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
@@ -11,6 +12,8 @@ __all__ = [
     "Progress",
     "convert_zarr",
     "is_current",
+    "is_untouched",
     "manifest_path",
     "read_manifest",
+    "verify_store",
 ]

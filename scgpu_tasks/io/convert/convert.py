@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import zarr
 
 import scgpu_tasks
-from scgpu_tasks.errors import StoreError
+from scgpu_tasks.errors import ScgpuError, StoreError
 from scgpu_tasks.io.convert import elements
+from scgpu_tasks.io.convert.audit import file_sums, list_files, require_untouched
 from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c
 from scgpu_tasks.io.convert.manifest import read_manifest, write_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
@@ -76,7 +77,7 @@ def convert_zarr(
     dst: str | os.PathLike[str],
     *,
     spec: ConvertSpec | None = None,
-    overwrite: bool = False,
+    overwrite: bool | Literal["untouched"] = False,
     verify: bool = True,
     workers: int | None = None,
     staging: Path | None = None,
@@ -102,7 +103,8 @@ def convert_zarr(
     spec
         Chunk and shard sizes, zstd level, and what to change in the matrices.
     overwrite
-        Replace an existing store at `dst`, once the new one is complete.
+        Replace an existing store at `dst`, once the new one is complete. ``"untouched"``: only
+        one on a file system that was converted from `src` and has not been changed since.
     verify
         Read every array back and compare it with the source.
     workers
@@ -133,7 +135,12 @@ def convert_zarr(
         folder: WorkFolder = RemoteFolder(target, staging, verify=verify)
     else:
         folder = WorkFolder(Path(target))
-    folder.check(absolute(src), overwrite=overwrite)
+    # What is not there now, or cannot be compared, is not to be replaced later either.
+    only_untouched = overwrite == "untouched" and Path(target).exists()
+    may = overwrite is True or only_untouched
+    folder.check(absolute(src), overwrite=may)
+    if only_untouched:
+        require_untouched(target, absolute(src))
     with open_source(src) as source, folder as work:
         conversion = _Conversion(source, work, spec, verify=verify)
         try:
@@ -144,7 +151,11 @@ def convert_zarr(
                     "run the same command again once nobody writes to the source"
                 )
                 raise StoreError(msg)
-            work.publish(overwrite=overwrite)
+            if only_untouched:
+                require_untouched(target, absolute(src))
+            work.publish(overwrite=may)
+        except ScgpuError:
+            raise
         except OSError as error:
             raise write_error(error, target) from error
         return ConvertResult(
@@ -179,7 +190,9 @@ class _Conversion:
     ) -> None:
         self.source, self.work, self.spec, self.verify = source, work, spec, verify
         self.stamp = source.stamp()
-        self.worker = Worker(Task(source.path, str(work.root), spec, verify), source)
+        self.worker = Worker(
+            Task(source.path, str(work.root), spec, verify, self.stamp), source
+        )
         self.values = self.worker.values
         check_matrices(self.values)
 
@@ -290,5 +303,6 @@ class _Conversion:
             "scgpu_tasks": scgpu_tasks.__version__,
             "verified": self.verify,
             "shards": shards,
+            "files": file_sums(store, sorted(list_files(store).keys() - shards.keys())),
         }
         write_manifest(store, content)

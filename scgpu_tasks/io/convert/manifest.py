@@ -1,4 +1,4 @@
-"""What a converted store says of itself: source, options, and a checksum of every shard.
+"""What a converted store says of itself: source, options, and a checksum of every file.
 
 The document lies in the folder of the array of cell names, where neither zarr nor anndata looks
 for anything: zarr warns of unknown files anywhere else.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = ".scgpu-manifest.json"
-VERSION = 1
+VERSION = 2
 
 
 def manifest_path(store: str | os.PathLike[str]) -> Path | None:

@@ -82,9 +82,9 @@ def convert_if_changed(
 ) -> ConvertResult | None:
     """Convert a source that has no store yet, or has changed since its store was made.
 
-    A store that this made from the same source is replaced where the source or the options have
-    changed; any other store only with `overwrite`. Parameters and errors are those of
-    `convert_zarr`.
+    A store that this made from the same source, and that nobody changed since, is replaced
+    where the source or the options have changed; any other store only with `overwrite`.
+    Parameters and errors are those of `convert_zarr`.
 
     Returns
     -------
@@ -92,19 +92,18 @@ def convert_if_changed(
     """
     if not overwrite and is_current(src, dst, spec):
         return None
-    manifest = read_manifest(absolute(dst))
-    ours = manifest is not None and manifest.get("source") == absolute(src)
+    there = read_manifest(absolute(dst)) is not None
     result = convert_zarr(
         src,
         dst,
         spec=spec,
-        overwrite=overwrite or ours,
+        overwrite=overwrite or "untouched",
         verify=verify,
         workers=workers,
         staging=None if staging is None else Path(staging),
         progress=progress,
     )
-    if ours:
+    if there and not overwrite:
         note = (
             "replaced the store made of an earlier state of the source, or with other options"
         )

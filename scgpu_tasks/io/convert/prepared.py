@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
 
 from scgpu_tasks.io.convert.rearrange import load_array, save_array
+
+
+def file_name(path: str) -> str:
+    """Return a file name that stands for one path in a store, and for no other."""
+    # Names of layers may hold any character, so no replacement of the slash is safe.
+    return hashlib.sha256(path.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Prepared:
@@ -23,7 +30,7 @@ class Prepared:
 
     def folder(self, path: str) -> Path:
         """Return the folder of one matrix."""
-        return self.root / path.replace("/", "~")
+        return self.root / file_name(path)
 
     def save(self, path: str, name: str, values: np.ndarray) -> None:
         """Keep an array."""

@@ -10,6 +10,7 @@ once into a scratch file and read from there: a read would otherwise decode all 
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import uuid
@@ -26,6 +27,7 @@ from scgpu_tasks.errors import CorruptChunkError, ScgpuError
 from scgpu_tasks.io.arrays import attach_pipeline, host_pipeline
 from scgpu_tasks.io.convert.chunks import Chunks
 from scgpu_tasks.io.convert.h5chunks import H5Chunks, H5Contiguous
+from scgpu_tasks.io.convert.prepared import file_name
 from scgpu_tasks.io.convert.zarrchunks import ZarrChunks
 from scgpu_tasks.io.source import Source
 
@@ -133,7 +135,7 @@ class ArrayReader:
         return band * self.band_rows, min((band + 1) * self.band_rows, self.shape[0])
 
     def _spilled(self, band: int) -> np.ndarray:
-        path = self.scratch / f"{self.path.replace('/', '~')}.{band}"
+        path = self.scratch / f"{file_name(self.path)}.{band}"
         start, stop = self._band_range(band)
         shape = (stop - start, *self.shape[1:])
         dtype = self.dtype if self._chunks is None else self._chunks.stored
@@ -144,8 +146,28 @@ class ArrayReader:
                 values = np.memmap(part, dtype, "w+", shape=shape)
                 self._decode(start, stop, values)
                 values.flush()
+            _label(part, self._identity(band), prod(shape) * dtype.itemsize)
             part.replace(path)
+        self._check_identity(path, band, prod(shape) * dtype.itemsize)
         return np.memmap(path, dtype, "r", shape=shape)
+
+    def _identity(self, band: int) -> bytes:
+        dtype = self.dtype if self._chunks is None else self._chunks.stored
+        of = [self.source.path, self.path, band, self.shape, dtype.str]
+        return json.dumps(of).encode()
+
+    def _check_identity(self, path: Path, band: int, nbytes: int) -> None:
+        """Refuse a scratch file that holds something else: it is what verifying reads too."""
+        wanted = self._identity(band)
+        with path.open("rb") as file:
+            file.seek(nbytes)
+            found = file.read()
+        if found != wanted:
+            msg = (
+                f"the scratch file {path} holds {found[:200]!r} instead of {wanted!r}; run the "
+                "conversion again"
+            )
+            raise CorruptChunkError(msg, store=self.source.path, array=self.path)
 
     def _stream(self, band: int, path: Path, nbytes: int) -> bool:
         """Decode a band of one chunk into a file a piece at a time; False if it cannot."""
@@ -188,6 +210,15 @@ class ArrayReader:
                 "incomplete, copy it again from where it came from"
             )
             raise CorruptChunkError(msg, store=self.source.path, array=self.path) from error
+
+
+def _label(path: Path, identity: bytes, nbytes: int) -> None:
+    """Write behind the values of a scratch file what they are."""
+    with path.open("r+b") as file:
+        # A chunk at the edge of an array holds more rows than the array.
+        file.truncate(nbytes)
+        file.seek(nbytes)
+        file.write(identity)
 
 
 def _direct(node: h5py.Dataset | zarr.Array[Any], source: Source) -> Chunks | None:

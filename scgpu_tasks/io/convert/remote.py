@@ -11,7 +11,7 @@ from typing import Any
 
 import google_crc32c
 
-from scgpu_tasks.errors import CorruptChunkError, OutputError, ParameterError
+from scgpu_tasks.errors import CorruptChunkError, OutputError, ParameterError, ScgpuError
 from scgpu_tasks.io.convert.encode import file_crc32c
 from scgpu_tasks.io.convert.work import WorkFolder
 from scgpu_tasks.io.source import filesystem
@@ -78,9 +78,9 @@ class RemoteFolder(WorkFolder):
                 for _ in pool.map(self._upload, (path for path in files if path != last)):
                     pass
             self._upload(last)
+        except ScgpuError:
+            raise
         except OSError as error:
-            if isinstance(error, CorruptChunkError):
-                raise
             msg = f"cannot write {self.url}: {error}; run the same command again: it goes on"
             raise OutputError(msg) from error
         self.discard()

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from scgpu_tasks.errors import ClusterError
-from scgpu_tasks.io.convert.worker import Worker, remote
+from scgpu_tasks.io.convert.worker import Worker, forget, remote
 
 
 class Runner:
@@ -36,10 +36,18 @@ class Runner:
     def __enter__(self) -> Runner:
         if self._ask_client and worker_can_travel(self.worker):
             self._client = _current_client(self._stack)
+            if self._client is not None:
+                self._stack.callback(self._close_sources)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+    def _close_sources(self) -> None:
+        """Have the Dask workers close what they opened for this conversion."""
+        # A cluster that has gone has nothing open, and must not hide why.
+        with contextlib.suppress(OSError, TimeoutError):
+            self._client.run(forget, self.worker.task, on_error="ignore")
 
     def map(self, method: str, jobs: Sequence[Any], stage: str) -> Iterator[tuple[Any, Any]]:
         """Yield each job and what the method made of it, as they end.

@@ -6,6 +6,7 @@ a plan. Whoever finds a folder of the same plan goes on with it; another plan st
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -58,21 +59,31 @@ class WorkFolder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._acquire()
+        except OutputError:
+            raise
         except OSError as error:
+            self.__exit__()
+            # Not empty where there is something to go on with, or somebody else is in it.
+            with contextlib.suppress(OSError):
+                self.root.rmdir()
             raise self._refusal(error) from error
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._lock is not None:
-            if not self._plan.exists():
-                # Nothing was begun.
+            if not self._has_begun():
                 shutil.rmtree(self.root, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
 
-    def _refusal(self, error: OSError) -> OSError:
-        if isinstance(error, OutputError):
-            return error
+    def _has_begun(self) -> bool:
+        """Whether there is anything that the next run can go on with."""
+        if not self._plan.exists():
+            return False
+        kept = (path for path in (self.root / "prepared").rglob("*") if path.is_file())
+        return bool(self.journal()) or any(True for _ in kept)
+
+    def _refusal(self, error: OSError) -> OutputError:
         if error.errno == errno.EROFS:
             why = "the file system is read-only"
         elif error.errno == errno.ENOSPC:
@@ -102,9 +113,9 @@ class WorkFolder:
                 break
             os.close(lock)
             self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = lock
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        self._lock = lock
 
     def begin(self, plan: dict[str, Any]) -> bool:
         """Go on with what an earlier run of the same plan left, or start anew.

@@ -7,7 +7,9 @@ import errno
 import os
 import threading
 import uuid
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,18 @@ class Task:
         Options.
     verify
         Compare each file with the source.
+    stamp
+        Of the source's content when the conversion began.
+    run
+        Differs between any two conversions.
     """
 
     source: str
     root: str
     spec: ConvertSpec
     verify: bool
+    stamp: str
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class Worker:
@@ -81,6 +89,9 @@ class Worker:
         level, rows = self.task.spec.level, self.values.rows(job.path)
         try:
             written = write_file(target, scratch, item.layout, job.coords, level, rows)
+        except ScgpuError:
+            scratch.unlink(missing_ok=True)
+            raise
         except OSError as error:
             scratch.unlink(missing_ok=True)
             raise write_error(error, target) from error
@@ -105,8 +116,70 @@ class Worker:
         return sorting.count_distinct(indptr, stored.indices(low, high))
 
 
-_lock = threading.Lock()
-_latest: list[Worker] = []
+@dataclass
+class _Held:
+    """A worker that this process keeps open, and how many jobs are using it now."""
+
+    worker: Worker
+    stage: str
+    users: int = 0
+    retired: bool = False
+
+
+class _Workers:
+    """Workers of the conversions that this process takes part in.
+
+    A source stays open from one job to the next, but not beyond its conversion, and is closed
+    when no job reads it any more.
+    """
+
+    # More than one: conversions on one cluster may take turns. A driver that died forgets none.
+    LIMIT = 4
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[Task, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @contextmanager
+    def use(self, task: Task, stage: str) -> Iterator[Worker]:
+        """Worker of a conversion at a stage, opened where it is not."""
+        with self._lock:
+            held = self._held.get(task)
+            if held is None or held.stage != stage:
+                opened = _Held(Worker(task), stage)
+                self._retire(task)
+                self._held[task] = held = opened
+                for oldest in list(self._held)[: -self.LIMIT]:
+                    self._retire(oldest)
+            held.users += 1
+        try:
+            yield held.worker
+        finally:
+            with self._lock:
+                held.users -= 1
+                _close_unused(held)
+
+    def forget(self, task: Task) -> None:
+        """Close what a conversion opened here."""
+        with self._lock:
+            self._retire(task)
+
+    def _retire(self, task: Task) -> None:
+        held = self._held.pop(task, None)
+        if held is not None:
+            held.retired = True
+            _close_unused(held)
+
+
+def _close_unused(held: _Held) -> None:
+    if held.retired and not held.users:
+        held.worker.source.close()
+
+
+workers = _Workers()
 
 
 def remote(task: Task, stage: str, method: str, job: Any) -> Any:
@@ -114,20 +187,20 @@ def remote(task: Task, stage: str, method: str, job: Any) -> Any:
 
     `stage` changes when what was prepared has changed, so that the worker looks again.
     """
-    with _lock:
-        if not _latest or (_latest[0].task, getattr(_latest[0], "stage", "")) != (task, stage):
-            for worker in _latest:
-                worker.source.close()
-            _latest[:] = [Worker(task)]
-            _latest[0].stage = stage  # type: ignore[attr-defined]
-        worker = _latest[0]
-    return getattr(worker, method)(job)
+    with workers.use(task, stage) as worker:
+        return getattr(worker, method)(job)
 
 
-def write_error(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """Say why something could not be written, and what to do."""
-    if isinstance(error, ScgpuError):
-        return error
+def forget(task: Task) -> None:
+    """Close what a conversion opened in this process; called on each Dask worker at its end."""
+    workers.forget(task)
+
+
+def write_error(error: OSError, path: str | os.PathLike[str]) -> OutputError:
+    """Say why something could not be written, and what to do.
+
+    For errors of the system only: one of ours says so itself, and is not to be its own cause.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         why = "the disk is full; free some space"
     elif error.errno in (errno.EACCES, errno.EPERM):

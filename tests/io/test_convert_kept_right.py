@@ -1,0 +1,376 @@
+"""What must never happen to a conversion: wrong values, a hang, lost edits, rests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import zarr
+
+from scgpu_tasks.__main__ import main
+from scgpu_tasks.errors import CorruptChunkError, FormatError, OutputError, StoreError
+from scgpu_tasks.io.convert import ConvertSpec, convert_zarr, read_manifest, verify_store
+from scgpu_tasks.io.convert.many import convert_if_changed
+from scgpu_tasks.io.convert.prepared import file_name
+from scgpu_tasks.io.rows import open_rows
+
+from .test_convert_round_trip import assert_same, atlas, read, write
+
+SMALL = ConvertSpec(chunk_bytes=1024, shard_bytes=8 * 1024)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small zarr store."""
+    write(atlas(), tmp_path / "a.zarr", "zarr v3", 0)
+    return tmp_path / "a.zarr"
+
+
+def names(folder: Path) -> list[str]:
+    """Names of what is in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip(file: Path, at: int) -> None:
+    """Flip one bit."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("csr", [False, True])
+def test_layers_with_look_alike_paths_keep_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, csr: bool
+) -> None:
+    from scgpu_tasks.io.convert import readers
+
+    monkeypatch.setattr(readers, "BAND_BYTES", 1024)
+    rng = np.random.default_rng(0)
+    form = sp.csc_matrix if csr else sp.csr_matrix
+    adata = atlas(200, 90)
+    adata.layers["x"] = form(rng.poisson(3, (200, 90)).astype(np.float64))
+    adata.layers["x~data"] = rng.random((200, 90))
+    adata.layers["layers~x"] = form(rng.poisson(1, (200, 90)).astype(np.float64))
+    write(adata, tmp_path / "a.zarr", "zarr v2", 0)
+    convert_zarr(tmp_path / "a.zarr", tmp_path / "b.zarr", spec=ConvertSpec(csr=csr), workers=1)
+    found = read(tmp_path / "b.zarr")
+    for name in ("x", "x~data", "layers~x"):
+        want, got = (
+            layer.toarray() if sp.issparse(layer) else layer
+            for layer in (adata.layers[name], found.layers[name])
+        )
+        np.testing.assert_array_equal(got, want)
+
+
+def test_names_of_scratch_files_differ_and_fit_any_file_system() -> None:
+    paths = ["layers/x/data", "layers/x~data", "layers~x/data", "layers/X/data", "é/" * 200]
+    found = [file_name(path).casefold() for path in paths]
+    assert len(set(found)) == len(paths)
+    assert max(map(len, found)) < 200
+
+
+def test_a_scratch_file_of_another_array_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scgpu_tasks.io.convert import readers
+    from scgpu_tasks.io.source import open_source
+
+    monkeypatch.setattr(readers, "BAND_BYTES", 1024)
+    adata = atlas(200, 90)
+    adata.layers["a"], adata.layers["b"] = np.zeros((200, 90)), np.ones((200, 90))
+    write(adata, tmp_path / "a.zarr", "zarr v2", 0)
+    scratch = tmp_path / "scratch"
+    with open_source(tmp_path / "a.zarr") as opened:
+        for name in "ab":
+            readers.ArrayReader(opened, f"layers/{name}", scratch)(0, 3)
+        files = [scratch / f"{file_name(f'layers/{name}')}.0" for name in "ab"]
+        shutil.copyfile(files[0], files[1])
+        with pytest.raises(CorruptChunkError, match=r"scratch file .*layers/a.*layers/b"):
+            readers.ArrayReader(opened, "layers/b", scratch)(0, 3)
+
+
+def test_a_damaged_chunk_ends_with_one_error_that_is_not_its_own_cause(
+    tmp_path: Path, source: Path
+) -> None:
+    from distributed import Client, LocalCluster
+
+    chunk = source / "X/data/c/0"
+    chunk.write_bytes(chunk.read_bytes()[:-9])
+
+    def refused(**options: Any) -> None:
+        with pytest.raises(CorruptChunkError, match="array X/data") as caught:
+            convert_zarr(source, tmp_path / "b.zarr", **options)
+        seen: list[BaseException] = []
+        error: BaseException | None = caught.value
+        while error is not None:
+            assert all(error is not other for other in seen)
+            seen.append(error)
+            error = error.__cause__
+
+    refused(workers=1)
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster),
+    ):
+        refused()
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place"])
+def test_workers_that_live_on_read_what_the_source_holds_now(tmp_path: Path, how: str) -> None:
+    from distributed import Client, LocalCluster
+
+    from scgpu_tasks.io.convert.worker import workers
+
+    path, target = tmp_path / "a.h5ad", tmp_path / "b.zarr"
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=2, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster),
+    ):
+        for seed in range(3):
+            adata = atlas(seed=seed)
+            new = tmp_path / "new.h5ad" if how == "replaced" else path
+            # HDF5 locks files, so writing in place fails while a worker has it open.
+            write(adata, new, "h5ad", 1)
+            if new != path:
+                new.replace(path)
+            convert_zarr(path, target, overwrite=True)
+            assert_same(read(path), read(target))
+            assert len(workers) == 0
+
+
+def test_a_source_is_closed_only_when_its_last_job_has_ended(
+    tmp_path: Path, source: Path
+) -> None:
+    from scgpu_tasks.io.convert.worker import Task, _Workers
+
+    pool = _Workers()
+    closed: list[str] = []
+    tasks = [Task(str(source), str(tmp_path / "w"), SMALL, True, "stamp") for _ in range(7)]
+    assert len(set(tasks)) == 7
+    inside, leave = threading.Event(), threading.Event()
+
+    def job() -> None:
+        with pool.use(tasks[0], "") as worker:
+            worker.source._closers += (_Noted(closed),)
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=job)
+    thread.start()
+    inside.wait(30)
+    for task in tasks[1:]:
+        with pool.use(task, ""):
+            pass
+    pool.forget(tasks[0])
+    assert not closed
+    assert len(pool) == pool.LIMIT
+    leave.set()
+    thread.join()
+    assert closed == ["closed"]
+
+
+class _Noted:
+    """Notes that it was closed."""
+
+    def __init__(self, closed: list[str]) -> None:
+        self._closed = closed
+
+    def close(self) -> None:
+        self._closed.append("closed")
+
+
+def add_umap(store: Path) -> None:
+    group = zarr.open_group(store, mode="a", use_consolidated=False)
+    ad.io.write_elem(group["obsm"], "X_umap", np.ones((group["X"].attrs["shape"][0], 2)))
+
+
+def set_value(store: Path) -> None:
+    array = zarr.open_array(store / "X/data", mode="r+")
+    array[0] = array[0] + 1
+
+
+def note(store: Path) -> None:
+    (store / "README.txt").write_text("mine")
+
+
+@pytest.mark.parametrize("edit", [add_umap, set_value, note])
+def test_a_store_that_was_edited_is_replaced_only_when_asked(
+    tmp_path: Path, source: Path, edit: Any
+) -> None:
+    target = tmp_path / "b.zarr"
+    convert_if_changed(source, target, spec=SMALL)
+    edit(target)
+    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    set_value(source)
+    with pytest.raises(OutputError, match=r"was changed since.*--overwrite"):
+        convert_if_changed(source, target, spec=SMALL)
+    assert {p: p.read_bytes() for p in target.rglob("*") if p.is_file()} == before
+    assert not (tmp_path / "b.zarr.converting").exists()
+    convert_if_changed(source, target, spec=SMALL, overwrite=True)
+    assert_same(read(source), read(target))
+
+
+def test_an_edit_made_during_the_conversion_is_kept(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "b.zarr"
+    convert_if_changed(source, target, spec=SMALL)
+    set_value(source)
+
+    def edit(state: Any) -> None:
+        if state.done_shards == 3:
+            add_umap(target)
+
+    with pytest.raises(OutputError, match="was changed since"):
+        convert_if_changed(source, target, spec=SMALL, progress=edit)
+    assert (target / "obsm/X_umap").exists()
+
+
+def test_a_copy_of_a_store_that_nobody_edited_is_replaced(tmp_path: Path, source: Path) -> None:
+    convert_if_changed(source, tmp_path / "first.zarr", spec=SMALL)
+    shutil.copytree(tmp_path / "first.zarr", tmp_path / "b.zarr")
+    set_value(source)
+    result = convert_if_changed(source, tmp_path / "b.zarr", spec=SMALL)
+    assert result is not None
+    assert any("earlier state of the source" in line for line in result.notes)
+    assert_same(read(source), read(tmp_path / "b.zarr"))
+
+
+def test_a_conversion_that_wrote_nothing_leaves_nothing(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+        with pytest.raises(OutputError, match=r"needs about .* are free"):
+            convert_zarr(source, tmp_path / "b.zarr")
+    assert names(tmp_path) == ["a.zarr"]
+
+
+def test_a_refusal_keeps_what_an_earlier_run_wrote(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(state: Any) -> None:
+        if state.done_shards == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_zarr(source, tmp_path / "b.zarr", spec=SMALL, workers=1, progress=stop)
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+        with pytest.raises(OutputError, match=r"needs about .* are free"):
+            convert_zarr(source, tmp_path / "b.zarr", spec=SMALL)
+    assert convert_zarr(source, tmp_path / "b.zarr", spec=SMALL).shards_reused >= 5
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system without a free byte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root and the right to mount")
+    with (folder / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_too_full_for_a_lock_is_named_and_left_as_it_was(
+    source: Path, full_disk: Path
+) -> None:
+    with pytest.raises(OutputError, match=r"the disk is full|GB are free"):
+        convert_zarr(source, full_disk / "b.zarr")
+    assert names(full_disk) == ["ballast"]
+
+
+def test_verifying_names_every_file_that_differs(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "b.zarr"
+    convert_zarr(source, store, spec=SMALL)
+    assert verify_store(store) == []
+    assert main(["check", str(store), "--verify"]) == 0
+    flip(store / "X/data/c/1", 40)
+    (store / "X/indices/c/0").write_bytes(b"short")
+    (store / "X/indptr/c/0").unlink()
+    (store / "obs/extra").touch()
+    flip(store / "var/zarr.json", -2)
+    found = verify_store(store)
+    expected = ["X/data/c/1", "X/indices/c/0", "X/indptr/c/0", "obs/extra", "var/zarr.json"]
+    assert [line.split()[0] for line in found] == expected
+    words = ("CRC-32C", "has 5 bytes instead", "is missing", "was added", "CRC-32C")
+    assert all(word in line for word, line in zip(words, found, strict=True))
+    capsys.readouterr()
+    assert main(["check", str(store), "--verify"]) == 1
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in found)
+    assert main(["check", str(store), "--verify", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["differences"] == found
+
+
+def test_the_manifest_lists_every_file_but_itself(tmp_path: Path, source: Path) -> None:
+    store = tmp_path / "b.zarr"
+    convert_zarr(source, store)
+    manifest = read_manifest(store)
+    assert manifest is not None
+    listed = [*manifest["shards"], *manifest["files"]]
+    files = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()}
+    assert len(listed) == len(set(listed))
+    assert [Path(name).name for name in files - set(listed)] == [".scgpu-manifest.json"]
+
+
+def test_what_cannot_be_verified_is_refused(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(FormatError, match="no manifest"):
+        verify_store(source)
+    with pytest.raises(StoreError, match="no store at"):
+        verify_store(tmp_path / "none.zarr")
+    with pytest.raises(FormatError, match="on a file system"):
+        verify_store("memory://a.zarr")
+    assert main(["check", str(source), "--verify"]) == 1
+    assert "no manifest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("array", ["data", "indices"])
+def test_a_flipped_bit_of_a_converted_chunk_is_refused_wherever_it_is(
+    tmp_path: Path, array: str
+) -> None:
+    store = tmp_path / "b.zarr"
+    write(atlas(), tmp_path / "a.h5ad", "h5ad", 0)
+    convert_zarr(tmp_path / "a.h5ad", store, spec=SMALL)
+    file = store / f"X/{array}/c/0"
+    whole = file.read_bytes()
+    chunks = zarr.open_array(store / f"X/{array}", mode="r")
+    n = chunks.shards[0] // chunks.chunks[0]
+    index = np.frombuffer(whole[-16 * n - 4 : -4], "<u8").reshape(n, 2)
+    rows = read(store).n_obs
+    want = open_rows(store).read(0, rows).to_matrix()
+    offset, size = map(int, index[1])
+    # The payload of the second chunk, and its checksum.
+    for at in (size // 4, size // 2, 3 * size // 4, size - 5, size - 4, size - 1):
+        flip(file, offset + at)
+        with pytest.raises(CorruptChunkError) as caught:
+            open_rows(store).read(0, rows)
+        place = (caught.value.array, caught.value.shard)
+        assert place == (f"X/{array}", "c/0")
+        assert "(1,)" in str(caught.value) or caught.value.chunk == (1,)
+        file.write_bytes(whole)
+    assert (open_rows(store).read(0, rows).to_matrix() != want).nnz == 0
