@@ -23,6 +23,7 @@ V3_DOCUMENTS = ("zarr.json",)
 V2_DOCUMENTS = (".zarray", ".zgroup", ".zattrs")
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _CONVERT = "scgpu-tasks convert"
+_DAMAGED = "the metadata is damaged; restore this file from a copy"
 
 
 class Files(Protocol):
@@ -217,9 +218,12 @@ def read_node(files: Files, name: str) -> Node | None:
     if document is not None:
         kind = document.get("node_type")
         if kind not in ("array", "group"):
-            msg = f"{prefix}zarr.json of {files.path} has node_type {kind!r}"
+            msg = f"{prefix}zarr.json of {files.path} has node_type {kind!r}; {_DAMAGED}"
             raise FormatError(msg)
         attributes = document.get("attributes") or {}
+        if not isinstance(attributes, dict):
+            msg = f"{prefix}zarr.json of {files.path} has attributes {attributes!r}; {_DAMAGED}"
+            raise FormatError(msg)
         return Node(name, 3, kind == "array", attributes, document, (prefix + "zarr.json",))
     for own in (".zarray", ".zgroup"):
         document = _read_json(files, prefix + own)
@@ -237,10 +241,12 @@ def _read_json(files: Files, name: str) -> dict[str, Any] | None:
     try:
         document = json.loads(raw)
     except ValueError as error:
-        msg = f"{name} of {files.path} is not JSON ({error}): the metadata is damaged"
+        msg = f"{name} of {files.path} is not JSON ({error}): {_DAMAGED}"
         raise FormatError(msg) from error
     if not isinstance(document, dict):
-        msg = f"{name} of {files.path} holds {type(document).__name__}, not an object"
+        msg = (
+            f"{name} of {files.path} holds {type(document).__name__}, not an object; {_DAMAGED}"
+        )
         raise FormatError(msg)
     return document
 

@@ -12,10 +12,11 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import zarr
+from anndata._io.specs.registry import IORegistryError
 
 from scgpu_tasks.errors import FormatError, MissingPackageError, ParameterError
 from scgpu_tasks.io.arrays import DECODE_ERRORS, REWRITE
-from scgpu_tasks.io.elements import open_files
+from scgpu_tasks.io.elements import Files, open_files, read_node
 from scgpu_tasks.io.rows import open_rows
 
 _HOST_BUFFERS = {"buffer": "zarr.buffer.cpu.Buffer", "ndbuffer": "zarr.buffer.cpu.NDBuffer"}
@@ -130,29 +131,53 @@ def read_table(path: str | os.PathLike[str], name: str) -> pd.DataFrame:
         try:
             root = zarr.open_group(files.zarr_store(), mode="r", use_consolidated=False)
         except DECODE_ERRORS as error:
+            _require_documents(files, "")
             msg = f"{files.path} is not a zarr store: {error}"
             raise FormatError(msg) from error
-        return _table(root, name, files.path)
+        return _table(root, name, files)
 
 
-def _table(root: zarr.Group, name: str, path: str) -> pd.DataFrame:
-    if name not in root:
-        msg = f"{path} has no {name}: it is not a complete AnnData store"
-        raise FormatError(msg)
+def _table(root: zarr.Group, name: str, files: Files) -> pd.DataFrame:
     try:
-        with warnings.catch_warnings():
-            # Old stores are welcome.
-            warnings.filterwarnings("ignore", message=".* was written without encoding")
-            table = ad.io.read_elem(root[name])
-        if isinstance(table, np.ndarray) and table.dtype.names:
-            return _from_records(table, root)
-    except DECODE_ERRORS as error:
-        msg = f"{name} of {path} cannot be read ({error}); {REWRITE}"
+        table = _read(root, name)
+    except (*DECODE_ERRORS, AttributeError, IORegistryError) as error:
+        _require_documents(files, name)
+        why = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        msg = f"{name} of {files.path} cannot be read ({why}); {REWRITE}"
         raise FormatError(msg) from error
+    if table is None:
+        msg = f"{files.path} has no {name}: it is not a complete AnnData store"
+        raise FormatError(msg)
     if not isinstance(table, pd.DataFrame):
-        msg = f"{name} of {path} is a {type(table).__name__}, not a table"
+        msg = f"{name} of {files.path} is a {type(table).__name__}, not a table"
         raise FormatError(msg)
     return table
+
+
+def _read(root: zarr.Group, name: str) -> Any:
+    if name not in root:
+        return None
+    with warnings.catch_warnings():
+        # Old stores are welcome.
+        warnings.filterwarnings("ignore", message=".* was written without encoding")
+        table = ad.io.read_elem(root[name])
+    if isinstance(table, np.ndarray) and table.dtype.names:
+        return _from_records(table, root)
+    return table
+
+
+def _require_documents(files: Files, name: str) -> None:
+    """See that the metadata of a group, and of what is in it, can be parsed.
+
+    Raises
+    ------
+    FormatError
+        One cannot; it is named, as anndata and zarr do not.
+    """
+    node = read_node(files, name)
+    if name and node is not None and not node.is_array:
+        for inside in files.folders(name):
+            _require_documents(files, f"{name}/{inside}")
 
 
 def _from_records(records: np.ndarray, root: zarr.Group) -> pd.DataFrame:

@@ -143,8 +143,8 @@ class CSRElement:
     def _lost_file(self, visit: Visit) -> str | None:
         """Key of a missing file of ``indptr`` that was not zeros, which zarr may leave out.
 
-        Only the first files can be zeros: the first cells are empty. Had they held values, these
-        would now all seem to be the next cell's, with genes twice.
+        Only the first files can be zeros: the first cells are empty. Had they held values,
+        these would now all seem to be the next cell's, with genes twice.
         """
         zeros = self._indptr.missing_rows()
         for key, first, _ in visit.missing:
