@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from scgpu_tasks.errors import ClusterError, MissingPackageError, ParameterError
+from scgpu_tasks.io.memory import memory_limit
 
 DeviceKind = Literal["cpu", "gpu"]
 
@@ -211,9 +212,8 @@ def _has_ucx() -> bool:
 def _machine() -> tuple[int, int]:
     """Cores and bytes of memory that this process may use, cgroup limits included."""
     from dask.system import CPU_COUNT
-    from distributed.system import MEMORY_LIMIT
 
-    return CPU_COUNT, MEMORY_LIMIT
+    return CPU_COUNT, memory_limit()
 
 
 def _memory_limit(asked: int | str | None, workers: int, total: int) -> int:

@@ -20,6 +20,7 @@ from scgpu_tasks.errors import DataError, ParameterError, StoreError
 from scgpu_tasks.io.elements import find_matrix, open_files
 from scgpu_tasks.io.fingerprint import scan_element
 from scgpu_tasks.io.matrices import CSRElement, DenseElement, open_matrix, opened
+from scgpu_tasks.io.memory import memory_limit
 
 if TYPE_CHECKING:
     import dask.array as da
@@ -374,9 +375,8 @@ def _default_max_bytes(device: str) -> int:
 
         return memory_available() // 32
     from dask.system import CPU_COUNT
-    from distributed.system import MEMORY_LIMIT
 
-    return min(2**30, int(MEMORY_LIMIT) // (8 * CPU_COUNT))
+    return min(2**30, memory_limit() // (8 * CPU_COUNT))
 
 
 def _count_gpus() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scgpu_tasks.errors import ScgpuError
+from scgpu_tasks.io.memory import memory_limit
 
 _PACKAGES = (
     "scgpu-tasks",
@@ -185,13 +186,11 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Processor, cores, memory and system of this machine."""
-    from distributed.system import MEMORY_LIMIT
-
     return {
         "system": platform.platform(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": int(MEMORY_LIMIT),
+        "memory_bytes": memory_limit(),
     }
 
 
