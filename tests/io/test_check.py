@@ -137,6 +137,12 @@ def test_the_convert_command_converts_and_reports(
     assert zarr.open_array(target / "X/data", mode="r").dtype == np.uint8
     assert main(["convert", str(source), str(target)]) == 1
     assert "exists" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "c.zarr"), "--csr"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"converted  {source} -> {tmp_path / 'c.zarr'}  (")
+    assert "verified)" in out
+    with pytest.raises(SystemExit):
+        main(["check", str(target), "--js"])
     assert main(["check", str(target)]) == 0
 
 
