@@ -14,6 +14,8 @@ import zarr
 import zarr.errors
 from numpy.typing import NDArray
 
+from scgpu_tasks.stages.tables import name_apart
+
 if TYPE_CHECKING:
     from scgpu_tasks.stages.pca import PCAResult
     from scgpu_tasks.stages.qc import QCResult
@@ -31,7 +33,7 @@ def join_columns(names: pd.DataFrame, metrics: pd.DataFrame) -> pd.DataFrame:
         The store's obs or var.
     metrics
         The stage's table of the same rows in the same order, with ``passed_qc``. Its columns
-        replace those of the same name.
+        replace those of the same name; an index with the name of a column is renamed.
     """
     kept = metrics["passed_qc"].to_numpy(dtype=bool)
     fresh = metrics.loc[kept]
@@ -41,7 +43,7 @@ def join_columns(names: pd.DataFrame, metrics: pd.DataFrame) -> pd.DataFrame:
     for column in joined.columns:
         if isinstance(joined[column].dtype, pd.CategoricalDtype):
             joined[column] = joined[column].cat.remove_unused_categories()
-    return joined
+    return name_apart(joined)
 
 
 def write_results(

@@ -291,7 +291,8 @@ class _Run:
 
     def choose_variable(self, engine: Engine) -> None:
         """Choose the highly variable genes among those that passed."""
-        names = self.var.index[self.passed]
+        # Without its name, which may be that of a column.
+        names = self.var.index[self.passed].rename(None)
         if not self.choosing:
             self.variable = pd.DataFrame(index=names)
             return
@@ -394,7 +395,7 @@ class _Run:
             "stored_bytes_read": engine.stored_bytes,
             "notes": self.notes,
         }
-        return QCResult(cells, genes, summary)
+        return QCResult(tables.name_apart(cells), tables.name_apart(genes), summary)
 
 
 def cell_totals(source: BlockSource, *, workers: int | None = None) -> np.ndarray:

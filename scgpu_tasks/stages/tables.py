@@ -80,6 +80,16 @@ def with_variable(
     return table
 
 
+def name_apart(table: pd.DataFrame) -> pd.DataFrame:
+    """Rename the index where a column has its name, which anndata and Parquet refuse."""
+    name = table.index.name
+    if name is None or name not in table.columns:
+        return table
+    while name in table.columns:
+        name = f"{name}_index"
+    return table.rename_axis(index=name)
+
+
 def json_numbers(value: Any) -> Any:
     """Turn numbers into types that JSON has; infinite limits become None."""
     if isinstance(value, Mapping):

@@ -11,7 +11,9 @@ import pytest
 import scanpy as sc
 import zarr
 
-from scgpu_tasks.records import results
+from scgpu_tasks.records import results, write_record
+from scgpu_tasks.specs import QCSpec
+from tests.records.conftest import finish
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,34 @@ def test_many_rows_are_cut_into_chunks_and_shards(
     assert root["obs/total_counts"].chunks == (100,)
     adata = ad.read_zarr(path)
     np.testing.assert_array_equal(adata.obsm["X_pca"], finished.pca.X_pca)
+
+
+@pytest.mark.parametrize(
+    ("cells_as", "genes_as"),
+    [("total_counts", "means"), ("passed_qc", "passed_qc"), ("pct_counts_mt", "mean_bin")],
+)
+def test_an_index_named_like_a_metric_is_renamed_and_keeps_its_names(
+    tmp_path: Path, atlas: ad.AnnData, run: dict, cells_as: str, genes_as: str
+) -> None:
+    odd = atlas.copy()
+    odd.obs.index.name, odd.var.index.name = cells_as, genes_as
+    # A column of the store that has the name which comes to mind first.
+    odd.obs[f"{cells_as}_index"] = "own"
+    done = finish(odd, QCSpec(min_genes=60))
+    record = tmp_path / "record"
+    write_record(record, run, obs=done.obs, var=done.var, qc=done.qc, pca=done.pca)
+    back = ad.read_zarr(record / "results.zarr")
+    kept = done.qc.cells["passed_qc"].to_numpy()
+    assert list(back.obs_names) == list(atlas.obs_names[kept])
+    assert back.obs.index.name == f"{cells_as}_index_index"
+    assert (back.obs[f"{cells_as}_index"] == "own").all()
+    np.testing.assert_array_equal(back.obs["total_counts"], done.qc.cells["total_counts"][kept])
+    assert set(back.var_names) <= set(atlas.var_names)
+    assert "means" in back.var
+    for name, names in (("cells", atlas.obs_names), ("genes", atlas.var_names)):
+        table = pd.read_parquet(record / f"{name}.parquet")
+        assert list(table.index) == list(names)
+        assert table["passed_qc"].dtype == bool
 
 
 def test_odd_columns_of_the_store_survive(tmp_path: Path) -> None:
