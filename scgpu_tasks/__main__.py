@@ -46,6 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("path", help="zarr folder, zip, h5ad file, or a URL")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every file of a converted store with the checksum in its manifest",
+    )
     check.set_defaults(run=_check)
     convert = commands.add_parser(
         "convert",
@@ -98,9 +103,24 @@ def convert_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def _check(arguments: argparse.Namespace) -> int:
     from scgpu_tasks.io.check import check
 
+    if arguments.verify:
+        return _verify(arguments)
     report = check(arguments.path)
     print(json.dumps(report.to_json(), indent=1) if arguments.json else report)
     return 0 if report.ok else 1
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from scgpu_tasks.io.convert import verify_store
+
+    found = verify_store(arguments.path)
+    if arguments.json:
+        print(json.dumps({"path": arguments.path, "differences": found}, indent=1))
+    elif found:
+        print(f"{arguments.path} is not as it was converted:", *found, sep="\n  ")
+    else:
+        print(f"{arguments.path}: every file is as it was converted")
+    return 1 if found else 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:
