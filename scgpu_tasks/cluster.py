@@ -290,6 +290,9 @@ def dask_setup(_worker: distributed.Worker) -> None:
 def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Cluster:
     import dask
 
+    # Before its settings are changed: it adds its own, which would go with the change.
+    import distributed  # noqa: F401
+
     # Nannies and workers are children of this process and inherit its environment; they are
     # as quiet as it is.
     with (
