@@ -21,7 +21,8 @@ from scgpu_tasks.job.runlog import RunLog, announce
 from scgpu_tasks.job.saved import read_pca, read_qc
 from scgpu_tasks.job.steps import STAGES, Plan
 from scgpu_tasks.job.workdir import WorkDir, require_writable
-from scgpu_tasks.records import write_record
+from scgpu_tasks.records import write_record, write_run
+from scgpu_tasks.records.run import fresh_folder, release_room, reserve_room
 
 _OF_A_CONVERSION = (
     "source",
@@ -53,7 +54,8 @@ def main_job(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """
     run = tasks.current_run()
     out = require_writable(parameters["out"], option="out")
-    folder = out / run.folder_name
+    # A run may be given the name of an earlier one, whose record stays.
+    folder = fresh_folder(out, run.folder_name)
     log = RunLog(
         flow=run.flow, run_id=run.id, name=run.name, parameters=parameters, stages=STAGES
     )
@@ -61,15 +63,28 @@ def main_job(parameters: Mapping[str, Any]) -> dict[str, Any]:
     write_record(folder, log.content)
     announce(folder)
     try:
+        reserve_room(folder)
         job.run()
+        log.running = "record"
         results = job.results()
+        log.end("completed")
+        release_room(folder)
+        write_record(folder, log.content, **results)
     except BaseException as error:
         log.fail(error)
-        write_record(folder, log.content)
+        _leave_failure(folder, log, error)
         raise
-    log.end("completed")
-    write_record(folder, log.content, **results)
     return {**log.content, "record": str(folder)}
+
+
+def _leave_failure(folder: Path, log: RunLog, error: BaseException) -> None:
+    """Bring the record of a failed run up to date, on a full disk as far as it goes."""
+    release_room(folder)
+    try:
+        write_run(folder, log.content)
+        write_record(folder, log.content)
+    except OSError as failure:
+        error.add_note(f"the record in {folder} may not say so: {failure}")
 
 
 class _Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from scgpu_tasks.stages.pca import PCAResult
     from scgpu_tasks.stages.qc import QCResult
+
+_CELLS, _GENES, _RESULTS = "cells.parquet", "genes.parquet", "results.zarr"
 
 __all__ = ["Run", "read_run", "write_record", "write_run"]
 
@@ -31,7 +34,7 @@ def write_record(
     """Write a run's record, or bring the one that is there up to date.
 
     Each file appears in one step, and run.json last: where it says ``completed``, the rest is
-    complete.
+    complete. Where one cannot be written, none of the results is left.
 
     Parameters
     ----------
@@ -67,9 +70,12 @@ def write_record(
         report = folder / "report.html"
         write_text_atomic(report, render(run, found))
         write_run(folder, run)
-    except OutputError:
-        raise
-    except OSError as error:
+    except BaseException as error:
+        if qc is not None:
+            # Some of the results would pass for all of them, and take the room of run.json.
+            _remove_results(folder)
+        if isinstance(error, OutputError) or not isinstance(error, OSError):
+            raise
         msg = (
             f"the run record cannot be written to {folder}: {error.strerror or error}. "
             "Make room on the disk, or choose another folder with --out."
@@ -89,7 +95,13 @@ def _write_results(
     from scgpu_tasks.records.results import write_results
     from scgpu_tasks.records.tables import write_table
 
-    write_table(folder / "cells.parquet", qc.cells)
-    write_table(folder / "genes.parquet", qc.genes)
+    write_table(folder / _CELLS, qc.cells)
+    write_table(folder / _GENES, qc.genes)
     flavor = run.get("parameters", {}).get("hvg_flavor", "seurat")
-    write_results(folder / "results.zarr", obs, var, qc, pca, hvg_flavor=flavor)
+    write_results(folder / _RESULTS, obs, var, qc, pca, hvg_flavor=flavor)
+
+
+def _remove_results(folder: Path) -> None:
+    for name in (_CELLS, _GENES):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / _RESULTS, ignore_errors=True)

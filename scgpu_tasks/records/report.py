@@ -136,7 +136,8 @@ def _error(run: Mapping[str, Any]) -> dict[str, Any] | None:
     if not error:
         return None
     stage, kind = error.get("stage", "start"), error.get("type", "")
-    where = "before the first stage" if stage == "start" else f"in the stage “{stage}”"
+    places = {"start": "before the first stage", "record": "as its record was written"}
+    where = places.get(stage, f"in the stage “{stage}”")
     stopped = run["state"] == "cancelled"
     advice = [] if stopped or kind not in _ADVICE else [_ADVICE[kind]]
     finished = [n for n, s in run["stages"].items() if s["state"] in ("computed", "cached")]

@@ -78,8 +78,28 @@ def write_results(
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _write_store(partial, obs, var, qc, pca, hvg_flavor=hvg_flavor, zero_center=zero_center)
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return path
+
+
+def _write_store(
+    path: Path,
+    obs: pd.DataFrame,
+    var: pd.DataFrame,
+    qc: QCResult,
+    pca: PCAResult | None,
+    *,
+    hvg_flavor: str,
+    zero_center: bool,
+) -> None:
     root = zarr.create_group(
-        partial, attributes={"encoding-type": "anndata", "encoding-version": "0.1.0"}
+        path, attributes={"encoding-type": "anndata", "encoding-version": "0.1.0"}
     )
     _write(root, "obs", join_columns(obs, qc.cells))
     kept_var = join_columns(var, qc.genes)
@@ -107,9 +127,6 @@ def write_results(
         # anndata reads consolidated metadata of format 3, and it saves a request per array.
         warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)
         zarr.consolidate_metadata(root.store)
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
-    return path
 
 
 def _all_kept_genes(var: pd.DataFrame, loadings: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -15,6 +15,9 @@ import numpy as np
 
 from scgpu_tasks.errors import OutputError
 
+_RESERVE = ".reserve"
+_RESERVE_BYTES = 128 * 1024
+
 
 class StageEntry(TypedDict):
     """What one stage did."""
@@ -133,6 +136,41 @@ def make_folder(folder: Path) -> Path:
         )
         raise OutputError(msg) from error
     return folder
+
+
+def fresh_folder(out: Path, name: str) -> Path:
+    """Make a folder for the record of a new run: `name`, or ``name-2`` and so on if taken.
+
+    Raises
+    ------
+    OutputError
+        The folder cannot be made.
+    """
+    folder, number = out / name, 1
+    while True:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+            folder = out / f"{name}-{number}"
+            continue
+        except OSError as error:
+            msg = (
+                f"the run record cannot be written to {folder}: {error.strerror or error}. "
+                "Choose a folder that you may write to with --out."
+            )
+            raise OutputError(msg) from error
+        return folder
+
+
+def reserve_room(folder: Path) -> None:
+    """Keep room on the disk for run.json and report.html of a run that fails as it is full."""
+    (folder / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))
+
+
+def release_room(folder: Path) -> None:
+    """Give back what `reserve_room` took."""
+    (folder / _RESERVE).unlink(missing_ok=True)
 
 
 def write_run(folder: str | Path, run: Run | Mapping[str, Any]) -> Path:

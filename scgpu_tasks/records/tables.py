@@ -30,11 +30,16 @@ def write_table(path: str | Path, table: pd.DataFrame) -> Path:
     # The schema comes from the whole table's dtypes, so that row groups cannot disagree.
     head = table.iloc[:0]
     schema = pa.Table.from_pandas(_text_index(head), preserve_index=True).schema
-    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-        for start in range(0, max(len(table), 1), ROWS_PER_GROUP):
-            rows = _text_index(table.iloc[start : start + ROWS_PER_GROUP])
-            writer.write_table(pa.Table.from_pandas(rows, schema=schema, preserve_index=True))
-    partial.replace(path)
+    try:
+        with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+            for start in range(0, max(len(table), 1), ROWS_PER_GROUP):
+                rows = _text_index(table.iloc[start : start + ROWS_PER_GROUP])
+                part = pa.Table.from_pandas(rows, schema=schema, preserve_index=True)
+                writer.write_table(part)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     return path
 
 
