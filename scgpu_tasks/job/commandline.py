@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from scgpu_tasks.job.server import prefect_api
+from scgpu_tasks.errors import ClusterError
+from scgpu_tasks.job.server import answering, prefect_api
 
 EXIT_FAILED = 1
 
@@ -196,7 +197,13 @@ def run_flow(
         with _signals_raise() as came:
             if refuse is not None:
                 refuse(parameters)
-            show(_run(make_flow, parameters, cluster))
+            try:
+                result = _run(make_flow, parameters, cluster)
+            except ClusterError as error:
+                if refuse is not None:
+                    _leave_record(parameters, error)
+                raise
+            show(result)
     except KeyboardInterrupt:
         came = came or [signal.SIGINT]
     except Terminated:
@@ -234,7 +241,17 @@ def _run(
             import_modules(FLOW_MODULES)
             server.wait()
             stack.enter_context(unattended())
-        return flow(**parameters)
+        with answering():
+            return flow(**parameters)
+
+
+def _leave_record(parameters: Mapping[str, Any], error: Exception) -> None:
+    """Leave a record of a run that did not come to write its own."""
+    from scgpu_tasks.job.early import leave_record
+    from scgpu_tasks.job.runlog import announced
+
+    if announced() is None:
+        leave_record(parameters, error)
 
 
 def _report(error: Exception, *, debug: bool) -> int:

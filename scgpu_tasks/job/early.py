@@ -37,18 +37,30 @@ def refuse_early(parameters: Mapping[str, Any]) -> None:
         As the stages of the run would raise.
     """
     out = require_writable(parameters["out"], option="out")
+    try:
+        _look(parameters, work_folder(parameters, out))
+    except BaseException as error:
+        leave_record(parameters, error)
+        raise
+
+
+def leave_record(parameters: Mapping[str, Any], error: BaseException) -> None:
+    """Leave the record of a run that ended before its flow began, and announce it.
+
+    Raises
+    ------
+    OutputError
+        The folder for records cannot be written.
+    """
+    out = require_writable(parameters["out"], option="out")
     moment = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     name = f"{runlog.store_stem(parameters['store'])}-refused-{moment}"
     log = runlog.RunLog(
         flow="atlas-qc", run_id="", name=name, parameters=parameters, stages=STAGES
     )
-    try:
-        _look(parameters, work_folder(parameters, out))
-    except BaseException as error:
-        log.fail(error)
-        write_record(out / name, log.content)
-        runlog.announce(out / name)
-        raise
+    log.fail(error)
+    write_record(out / name, log.content)
+    runlog.announce(out / name)
 
 
 def _look(p: Mapping[str, Any], work: str) -> None:

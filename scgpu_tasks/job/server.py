@@ -29,6 +29,7 @@ API_URL = "PREFECT_API_URL"
 QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 """Settings that keep Prefect from looking up anything outside."""
 
+_UNREACHABLE = "Failed to reach API"
 _APP = "prefect.server.api.server:create_app"
 _SETTINGS = {
     "PREFECT_UI_ENABLED": "0",
@@ -140,6 +141,28 @@ def prefect_api() -> Iterator[TemporaryServer | None]:
         server.start()
         with _environment({API_URL: server.api_url}):
             yield server
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Say what to do where Prefect finds that its server does not answer.
+
+    Raises
+    ------
+    ClusterError
+        In place of Prefect's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _UNREACHABLE not in str(error):
+            raise
+        msg = (
+            f"no Prefect server answers where {API_URL} points ({error}); start that server or "
+            f"correct the address, or unset {API_URL} (also in the Prefect profile) to let the "
+            "run start a server of its own"
+        )
+        raise ClusterError(msg) from error
 
 
 def server_configured() -> bool:

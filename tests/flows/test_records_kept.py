@@ -44,3 +44,16 @@ def test_a_record_that_cannot_be_written_is_one_of_a_failed_run(runs, small_stor
     record = json.loads((folder / "run.json").read_text())
     assert (record["state"], record["error"]["stage"]) == ("failed", "record")
     assert "as its record was written" in (folder / "report.html").read_text()
+
+
+def test_a_prefect_server_that_does_not_answer_is_named_and_recorded(shell, small_store):
+    shell.environment["PREFECT_API_URL"] = "http://127.0.0.1:9/api"
+    done = shell.run("--store", str(small_store))
+    assert done.returncode == 1
+    assert "no Prefect server answers where PREFECT_API_URL points" in done.stderr
+    assert "127.0.0.1:9" in done.stderr
+    assert "unset PREFECT_API_URL" in done.stderr
+    record = shell.record()
+    assert (record["state"], record["error"]["type"]) == ("failed", "ClusterError")
+    assert "/report.html" in done.stderr
+    assert shell.left_over() == []
