@@ -82,7 +82,7 @@ def with_variable(
 
 def name_apart(table: pd.DataFrame) -> pd.DataFrame:
     """Rename the index where a column has its name, which anndata and Parquet refuse."""
-    name = table.index.name
+    name: Any = table.index.name
     if name is None or name not in table.columns:
         return table
     while name in table.columns:
