@@ -353,7 +353,11 @@ def _abandoned(path: Path) -> bool:
     machine, pid, started, _ = (*path.name.removeprefix(_DRAFT).split("-"), "", "", "")[:4]
     if machine == _machine() and pid.isdigit() and started.isdigit():
         try:
-            created = psutil.Process(int(pid)).create_time()
+            process = psutil.Process(int(pid))
+            # A container's first process may never ask how its adopted children ended.
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            created = process.create_time()
         except psutil.NoSuchProcess:
             return True
         except psutil.AccessDenied:

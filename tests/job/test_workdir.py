@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -137,12 +138,15 @@ def test_clean_removes_the_draft_of_a_killed_process_and_keeps_that_of_a_live_on
             (draft.path / "half.bin").write_bytes(b"x")
             os.kill(os.getpid(), signal.SIGKILL)
     """)
-    subprocess.run([sys.executable, "-c", script], check=False)
+    killed = subprocess.Popen([sys.executable, "-c", script])
+    # Nobody has asked how it ended: it is still in the table of processes, as a zombie.
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
     (left,) = (work.root / "qc").iterdir()
     with work.draft("qc") as mine:
         assert work.clean() == [left]
         assert mine.path.is_dir()
         assert not left.exists()
+    assert killed.wait() == -signal.SIGKILL
 
 
 def test_a_draft_whose_process_id_was_given_to_another_process_is_removed(work):

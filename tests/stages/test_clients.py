@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dask.array as da
 import numpy as np
+import pytest
 from distributed import Client
 
 from scgpu_tasks.stages import parcels
@@ -11,6 +12,11 @@ from scgpu_tasks.stages.engine import Engine
 from scgpu_tasks.stages.sources import as_source
 
 from .test_engine import Totals
+
+
+@pytest.fixture(autouse=True)
+def _no_client_of_another_test(monkeypatch):
+    monkeypatch.setattr("distributed.client._global_clients", {})
 
 
 def matrix():
