@@ -195,7 +195,17 @@ class SyntheticAtlas:
         return cells
 
     def cells(self, start: int, stop: int) -> Rows:
-        """Draw cells ``start:stop``: CSR's data, indices (sorted) and int64 indptr."""
+        """Draw cells.
+
+        Parameters
+        ----------
+        start, stop
+            First cell, and the one after the last.
+
+        Returns
+        -------
+        CSR's data, indices (sorted) and int64 indptr.
+        """
         latents = self._latents(start, stop)
         latents["depth"] *= self.depth
         bound = int(np.minimum(latents["depth"] + 8, self.n_vars).sum()) + 1
@@ -226,7 +236,13 @@ class SyntheticAtlas:
         return names + [f"Type {i + 1}" for i in range(len(names), self.n_types)]
 
     def obs(self, n_obs: int) -> pd.DataFrame:
-        """Names, cell type, batch and true quality of the first ``n_obs`` cells."""
+        """Names, cell type, batch and true quality of the first cells.
+
+        Parameters
+        ----------
+        n_obs
+            Number of cells.
+        """
         latents = self._latents(0, n_obs)
         width = max(6, len(str(n_obs)))
         columns = {
@@ -249,7 +265,15 @@ class SyntheticAtlas:
         )
 
     def blocks(self, n_obs: int, cells_per_block: int = 20_000) -> Iterator[Rows]:
-        """Cells ``0:n_obs`` in row blocks, drawn on all cores."""
+        """Draw cells in blocks, on all cores.
+
+        Parameters
+        ----------
+        n_obs
+            Number of cells.
+        cells_per_block
+            Cells of each block but the last.
+        """
         _at_least("n_obs", n_obs, 0)
         _at_least("cells_per_block", cells_per_block, 1)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

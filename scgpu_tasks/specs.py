@@ -36,6 +36,28 @@ class QCSpec(Spec):
     """Which QC metrics, and which cells and genes pass.
 
     Thresholds are inclusive. ``None`` switches a filter off.
+
+    Parameters
+    ----------
+    layer
+        Layer that holds the counts; None: X.
+    qc_vars
+        Gene sets to report on: ``"mt"``, ``"ribo"``, ``"hb"``, or boolean columns of var.
+    percent_top
+        Report the percentage of a cell's counts in this many highest genes.
+    min_genes, max_genes
+        Number of genes with counts in a cell.
+    min_counts, max_counts
+        Total counts of a cell.
+    max_pct_mt
+        Greatest percentage, 0 to 100, of mitochondrial counts of a cell.
+    min_cells
+        Least number of kept cells that have a gene.
+    mad
+        Remove cells by median absolute deviations; the fixed thresholds of cells above are then
+        not used.
+    expect_counts
+        Refuse values that are not whole numbers (log-normalised input, most likely).
     """
 
     layer: str | None = None
@@ -49,7 +71,6 @@ class QCSpec(Spec):
     min_cells: int | None = 3
     mad: bool = False
     expect_counts: bool = True
-    """Refuse values that are not whole numbers (log-normalised input, most likely)."""
 
     def __post_init__(self) -> None:
         for name in ("min_genes", "max_genes", "min_counts", "max_counts", "min_cells"):
@@ -72,13 +93,29 @@ class QCSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class HVGSpec(Spec):
-    """Normalisation and the choice of highly variable genes; scanpy's names and defaults."""
+    """Normalisation and the choice of highly variable genes; scanpy's names and defaults.
+
+    Parameters
+    ----------
+    target_sum
+        Counts per cell after normalisation; None: the median over the kept cells.
+    flavor
+        ``seurat``, ``cell_ranger`` or ``seurat_v3``.
+    n_top_genes
+        Number of genes; None: choose by the means and dispersions below instead.
+    batch_key
+        Column of obs: choose within each batch, then combine.
+    min_mean, max_mean, min_disp, max_disp
+        Cutoffs of means and of normalised dispersions, in force if `n_top_genes` is None.
+    n_bins
+        Number of bins of mean expression, flavour ``seurat``.
+    span
+        Of the loess regression of ``seurat_v3``.
+    """
 
     target_sum: float | None = 1e4
-    """Counts per cell after normalisation; None: the median over the kept cells."""
     flavor: HVGFlavor = "seurat"
     n_top_genes: int | None = 2000
-    """None: choose by the means and dispersions below instead."""
     batch_key: str | None = None
     min_mean: float = 0.0125
     max_mean: float = 3.0
@@ -104,7 +141,15 @@ class HVGSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class PCASpec(Spec):
-    """Principal components of the highly variable genes."""
+    """Principal components of the highly variable genes.
+
+    Parameters
+    ----------
+    n_comps
+        Number of components.
+    zero_center
+        Centre the genes; if not, the components are those of a truncated SVD.
+    """
 
     n_comps: int = 50
     zero_center: bool = True

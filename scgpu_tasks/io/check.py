@@ -154,6 +154,10 @@ def check(path: str | os.PathLike[str]) -> CheckReport:
     path
         zarr folder, zip or URL, or h5ad file.
 
+    Returns
+    -------
+    The report: ``print`` shows it, `CheckReport.ok` sums it up.
+
     Raises
     ------
     StoreError

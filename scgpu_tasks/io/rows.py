@@ -276,6 +276,10 @@ def open_rows(
         Default: an eighth of the memory that one core has, or a 32nd of the GPU's that is
         free or that RMM may take.
 
+    Returns
+    -------
+    The blocks; each is read when it is asked for.
+
     Raises
     ------
     StoreError

@@ -199,6 +199,16 @@ def write_run(folder: str | Path, run: Run | Mapping[str, Any]) -> Path:
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:
-    """Return the content of a record's run.json."""
+    """Read a record's run.json.
+
+    Parameters
+    ----------
+    folder
+        The record.
+
+    Returns
+    -------
+    Its content.
+    """
     content: dict[str, Any] = json.loads((Path(folder) / "run.json").read_text("utf-8"))
     return content

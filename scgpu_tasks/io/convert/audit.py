@@ -104,6 +104,15 @@ def is_untouched(store: str | os.PathLike[str], src: str | os.PathLike[str]) -> 
     """Whether a store was converted from this source, in any state, and not changed since.
 
     Only such a store may be replaced without being asked: nothing in it is lost.
+
+    Parameters
+    ----------
+    store, src
+        The store, and the source that it should have been made of.
+
+    Returns
+    -------
+    False also where there is no manifest to tell by.
     """
     manifest = read_manifest(absolute(store))
     if manifest is None or manifest.get("source") != absolute(src) or "files" not in manifest:

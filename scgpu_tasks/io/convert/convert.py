@@ -115,6 +115,10 @@ def convert_zarr(
     progress
         Called after each shard.
 
+    Returns
+    -------
+    Sizes, times, and whether the store was compared with its source.
+
     Raises
     ------
     StoreError
@@ -173,7 +177,19 @@ def convert_zarr(
 def is_current(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], spec: ConvertSpec | None = None
 ) -> bool:
-    """Whether `dst` is what converting `src` with these options would give."""
+    """Whether `dst` is what converting `src` with these options would give.
+
+    Parameters
+    ----------
+    src, dst
+        Source and store.
+    spec
+        The options. Default: ``ConvertSpec()``.
+
+    Returns
+    -------
+    False also where there is no store, or no manifest in it.
+    """
     manifest = read_manifest(absolute(dst))
     if manifest is None:
         return False

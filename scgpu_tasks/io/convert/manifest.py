@@ -16,7 +16,17 @@ VERSION = 2
 
 
 def manifest_path(store: str | os.PathLike[str]) -> Path | None:
-    """Return where the manifest of a store lies, or would lie; None without cell names."""
+    """Find the manifest of a converted store.
+
+    Parameters
+    ----------
+    store
+        Folder of the store.
+
+    Returns
+    -------
+    Where it lies, or would lie; None without cell names.
+    """
     obs = Path(store) / "obs"
     try:
         attrs = json.loads((obs / "zarr.json").read_text())["attributes"]
@@ -35,7 +45,17 @@ def manifest_path(store: str | os.PathLike[str]) -> Path | None:
 
 
 def read_manifest(store: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the manifest of a converted store; None where there is none."""
+    """Read what a store was made of, and how.
+
+    Parameters
+    ----------
+    store
+        Folder of the store.
+
+    Returns
+    -------
+    The manifest of a converted store; None where there is none.
+    """
     path = manifest_path(store)
     if path is None or not path.exists():
         return None
