@@ -81,6 +81,10 @@ def make_cluster(
     **options
         Passed on to ``LocalCluster`` or ``LocalCUDACluster``.
 
+    Returns
+    -------
+    The running cluster.
+
     Raises
     ------
     ClusterError

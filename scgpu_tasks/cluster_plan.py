@@ -60,6 +60,10 @@ def resolve_device(device: str = "auto") -> DeviceKind:
     device
         ``"auto"`` takes the GPUs when a driver shows one and dask-cuda is installed.
 
+    Returns
+    -------
+    ``"cpu"`` or ``"gpu"``.
+
     Raises
     ------
     ParameterError
@@ -140,6 +144,10 @@ def plan_cluster(
         GPUs to use, as indices or UUIDs (``"0,1"``); by default CUDA_VISIBLE_DEVICES or all.
     protocol
         ``"tcp"`` or ``"ucx"``; by default UCX on GPUs when distributed-ucxx is installed.
+
+    Returns
+    -------
+    What the cluster should be made of; nothing is started.
 
     Raises
     ------
