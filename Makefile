@@ -5,11 +5,12 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help demo test venv clean
+.PHONY: help demo test docs venv clean
 
 help:
 	@echo "make demo    make a small atlas, run the pipeline on it, say where the report is"
 	@echo "make test    lint, types, layer rules and tests: what .ci/run runs"
+	@echo "make docs    build the documentation, say where it is"
 	@echo "make venv    only make the virtual environment .venv"
 	@echo "make clean   remove .venv, demo/ and caches"
 
@@ -23,5 +24,10 @@ demo: venv
 test:
 	@.ci/run
 
+docs:
+	@.ci/venv docs
+	@.venv/bin/sphinx-build -q -W --keep-going docs docs/_build/html
+	@echo "Open docs/_build/html/index.html in a browser."
+
 clean:
-	rm -rf .venv demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv demo build dist docs/_build docs/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

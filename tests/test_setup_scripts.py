@@ -120,16 +120,23 @@ def test_the_environment_is_made_once_and_installed_once(checkout: Path) -> None
 def test_what_tests_need_is_added_to_the_environment_of_the_demo(checkout: Path) -> None:
     make_venv(checkout)
     assert make_venv(checkout, "test") == [
-        "pip install --quiet --editable .[test]",
+        "pip install --quiet --editable .[test,docs]",
         "pip install --quiet --no-deps celltypist==1.7.1",
     ]
     assert make_venv(checkout, "test") == []
     assert make_venv(checkout) == []
 
 
-def test_the_environment_of_the_tests_runs_the_demo_as_it_is(checkout: Path) -> None:
+def test_the_environment_of_the_tests_serves_for_everything_else(checkout: Path) -> None:
     make_venv(checkout, "test")
     assert make_venv(checkout) == []
+    assert make_venv(checkout, "docs") == []
+
+
+def test_the_documentation_is_built_without_what_tests_need(checkout: Path) -> None:
+    first = make_venv(checkout, "docs")
+    assert first == ["venv .venv", "pip install --quiet --editable .[docs]"]
+    assert make_venv(checkout, "docs") == []
 
 
 def test_changed_requirements_are_installed_into_the_same_environment(checkout: Path) -> None:
