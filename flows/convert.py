@@ -8,7 +8,9 @@ alone, and an interrupted conversion goes on where it was.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
+
+from scgpu_tasks.operate.form import AtLeast
 
 
 def atlas_convert(
@@ -22,8 +24,8 @@ def atlas_convert(
     data_dtype: str | None = None,
     chunk_bytes: int = 256 * 1024,
     shard_bytes: int = 128 * 1024 * 1024,
-    level: int = 3,
-    workers: int | None = None,
+    level: Annotated[int, AtLeast(1)] = 3,
+    workers: Annotated[int, AtLeast(1)] | None = None,
     staging: str | None = None,
 ) -> list[dict[str, Any]]:
     """Convert AnnData sources into stores that a GPU reads fast.

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from scgpu_tasks.operate.form import AtLeast, OneOf
 
 
 def atlas_qc(
     store: str,
     source: str | None = None,
     out: str = "runs",
-    device: str = "auto",
-    workers: int | None = None,
+    device: Annotated[str, OneOf("auto", "cpu", "gpu")] = "auto",
+    workers: Annotated[int, AtLeast(1)] | None = None,
     scheduler: str | None = None,
     chunks: int | str = "auto",
     layer: str | None = None,
@@ -33,11 +35,11 @@ def atlas_qc(
     qc_vars: tuple[str, ...] = ("mt",),
     percent_top: tuple[int, ...] = (),
     target_sum: float | None = 1e4,
-    hvg_flavor: str = "seurat",
-    n_top_genes: int | None = 2000,
+    hvg_flavor: Annotated[str, OneOf("seurat", "cell_ranger", "seurat_v3")] = "seurat",
+    n_top_genes: Annotated[int, AtLeast(1)] | None = 2000,
     batch_key: str | None = None,
-    n_comps: int = 50,
-    refresh: str | None = None,
+    n_comps: Annotated[int, AtLeast(1)] = 50,
+    refresh: Annotated[str, OneOf("convert", "check", "load", "qc", "pca")] | None = None,
     work: str | None = None,
 ) -> dict[str, Any]:
     """Quality control, highly variable genes and PCA of a single-cell atlas.
