@@ -114,6 +114,24 @@ def test_a_cluster_computes_on_loopback_and_its_workers_ignore_ctrl_c(client):
     assert handler
 
 
+def page_faults_of_chunk_buffers():
+    import resource
+
+    import numpy as np
+
+    for _ in range(20):
+        np.ones(256 * 1024, np.uint8)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(100):
+        np.ones(256 * 1024, np.uint8)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def test_a_worker_reuses_the_memory_of_freed_chunks(client):
+    # 64 pages a chunk, if each were mapped anew.
+    assert client.submit(page_faults_of_chunk_buffers, pure=False).result() < 100
+
+
 def test_a_restarted_worker_is_set_up_like_the_first(client):
     (pid,) = client.run(os.getpid).values()
     os.kill(pid, signal.SIGKILL)
