@@ -13,27 +13,46 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
-from scgpu_tasks.cluster_plan import ClusterPlan, plan_cluster, resolve_device
+from scgpu_tasks import cluster_gpus
+from scgpu_tasks.cluster_adopt import cluster_facts, connect, lost_workers, stop_work
+from scgpu_tasks.cluster_checks import (
+    LOOPBACK,
+    refuse_child,
+    refuse_unguarded_main,
+    require_free_port,
+    require_local_directory,
+    resolve_security,
+    split_address,
+)
+from scgpu_tasks.cluster_plan import MAX_GPU_SHARE, ClusterPlan, plan_cluster, resolve_device
 from scgpu_tasks.errors import ClusterError, ParameterError, ScgpuError
 
 if TYPE_CHECKING:
     import distributed
     from distributed.deploy import Cluster
 
-__all__ = ["ClusterPlan", "make_cluster", "plan_cluster", "resolve_device", "start_cluster"]
+__all__ = [
+    "ClusterPlan",
+    "cluster_facts",
+    "connect",
+    "lost_workers",
+    "make_cluster",
+    "plan_cluster",
+    "resolve_device",
+    "start_cluster",
+    "stop_work",
+]
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-MAX_GPU_SHARE = 0.75
-BUSY_GPU_BYTES = 2**30
+WORKER_PRELOAD = "scgpu_tasks.cluster_workers"
+# Dask's own default is to wait for a worker for ever.
+NO_WORKERS_SECONDS = 300
 # For mallopt(3). 32 MiB is the most that it takes for the first.
 WORKER_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": 32 * 2**20, "MALLOC_TOP_PAD_": 64 * 2**20}
 
@@ -49,13 +68,13 @@ def make_cluster(
     memory_limit: int | str | None = None,
     devices: str | Sequence[int | str] | None = None,
     protocol: str | None = None,
-    gpu_share: float = MAX_GPU_SHARE,
+    gpu_share: float | None = None,
     managed_memory: bool = False,
     host: str = LOOPBACK,
     scheduler_port: int = 0,
     dashboard_address: str = f"{LOOPBACK}:0",
     local_directory: str | None = None,
-    security: distributed.Security | None = None,
+    security: distributed.Security | bool | None = None,
     timeout: float = 120.0,
     **options: Any,
 ) -> Cluster:
@@ -63,13 +82,8 @@ def make_cluster(
 
     Parameters
     ----------
-    device, workers, threads, memory_limit, devices, protocol
+    device, workers, threads, memory_limit, devices, protocol, gpu_share, managed_memory
         As for `plan_cluster`.
-    gpu_share
-        Share of each GPU's memory for RMM's allocator, at most 0.75: the rest is for the
-        calling process, CUDA contexts and libraries that bring their own.
-    managed_memory
-        RMM pool over managed memory, which may exceed the GPU's; TCP only.
     host
         Address to listen on; loopback unless asked otherwise.
     scheduler_port, dashboard_address
@@ -77,7 +91,8 @@ def make_cluster(
     local_directory
         Where workers spill; by default the system's temporary folder.
     security
-        ``distributed.Security`` for TLS.
+        ``distributed.Security`` for TLS; True makes certificates that live as long as the
+        cluster. By default what Dask's configuration says.
     timeout
         Seconds that workers may take to start.
     **options
@@ -100,18 +115,23 @@ def make_cluster(
     ...         print(len(cluster.scheduler_info["workers"]))
     1
     """
-    _refuse_unguarded_main()
+    refuse_unguarded_main()
+    if options.get("processes", True):
+        refuse_child()
+    security, tls = resolve_security(security)
     plan = plan_cluster(
         device,
         workers=workers,
         threads=threads,
         memory_limit=memory_limit,
         devices=devices,
-        protocol="tcp" if managed_memory else protocol,
+        protocol="tls" if tls else protocol,
+        gpu_share=gpu_share,
+        managed_memory=managed_memory,
     )
-    _require_free_port(host, scheduler_port, "scheduler_port")
-    _require_free_port(*_split_address(dashboard_address), "dashboard_address")
-    tls = security is not None and bool(getattr(security, "require_encryption", False))
+    require_free_port(host, scheduler_port, "scheduler_port")
+    require_free_port(*split_address(dashboard_address), "dashboard_address")
+    require_local_directory(local_directory)
     settings: dict[str, Any] = {
         "n_workers": plan.workers,
         "threads_per_worker": plan.threads,
@@ -121,15 +141,19 @@ def make_cluster(
         "dashboard_address": dashboard_address,
         "local_directory": local_directory,
         "security": security,
-        "protocol": "tls" if tls else plan.protocol,
+        "protocol": plan.protocol,
         "silence_logs": logging.ERROR,
         **options,
-        "preload": [__name__, *options.get("preload", ())],
+        "preload": [WORKER_PRELOAD, *options.get("preload", ())],
     }
+    if settings.pop("processes", True):
+        settings["death_timeout"] = timeout
+    else:
+        settings["processes"] = False
     if plan.device == "gpu":
-        settings |= _gpu_settings(plan, gpu_share, managed_memory=managed_memory)
+        settings |= _gpu_settings(plan, managed_memory=managed_memory)
     cluster = _start(plan, settings, timeout)
-    logger.info("Dask cluster: %s", _describe(plan))
+    logger.info("Dask cluster at %s: %s", cluster.scheduler_address, plan)
     return cluster
 
 
@@ -181,7 +205,7 @@ def prestart(**options: Any) -> Callable[[], None]:
 def _block_interrupts() -> None:
     """Keep Ctrl-C from processes that this thread and its threads start.
 
-    They inherit its signal mask, and so are deaf to it before they load `dask_setup`.
+    They inherit its signal mask, and so are deaf to it before they load `WORKER_PRELOAD`.
     """
     # It unblocks the signal in the thread that starts it, which is that of the first process.
     resource_tracker.ensure_running()
@@ -250,49 +274,6 @@ def start_cluster(scheduler: str | None = None, **options: Any) -> distributed.C
     return OwningClient(cluster)
 
 
-def connect(
-    scheduler: str,
-    *,
-    security: distributed.Security | None = None,
-    timeout: float = 10.0,
-    **options: Any,
-) -> distributed.Client:
-    """Client of a running scheduler.
-
-    Raises
-    ------
-    ClusterError
-        Nobody answers there within ``timeout`` seconds, or it has no worker.
-    """
-    import distributed
-
-    try:
-        client = distributed.Client(scheduler, security=security, timeout=timeout, **options)
-    except (OSError, ValueError, TypeError) as error:
-        msg = (
-            f"no Dask scheduler answers at {scheduler} ({_last_line(error)}); "
-            "check the address, or leave --scheduler out to start a cluster here"
-        )
-        raise ClusterError(msg) from error
-    try:
-        client.wait_for_workers(1, timeout=timeout)
-    except TimeoutError as error:
-        client.close()
-        msg = f"the Dask scheduler at {scheduler} has no worker; start one with `dask worker`"
-        raise ClusterError(msg) from error
-    return client
-
-
-def dask_setup(_worker: distributed.Worker) -> None:
-    """Prepare a worker of ours; Dask calls it in every one, restarted ones included.
-
-    Ctrl-C reaches every process of a terminal's foreground group. The process that owns the
-    cluster decides what it means, and ends its workers; they themselves ignore it.
-    """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Cluster:
     import dask
 
@@ -303,20 +284,46 @@ def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Clust
     # as quiet as it is.
     with (
         dask.config.set(
-            {"distributed.comm.timeouts.connect": f"{timeout:.0f}s"} | _allocator_settings()
+            {
+                "distributed.comm.timeouts.connect": f"{timeout:.0f}s",
+                "distributed.scheduler.no-workers-timeout": f"{NO_WORKERS_SECONDS}s",
+            }
+            | _allocator_settings()
         ),
         _quiet_environment(),
     ):
+        before = set(multiprocessing.active_children())
         try:
             cluster = _cluster_class(plan)(**settings)
-        except (OSError, RuntimeError, ValueError, TypeError) as error:
-            msg = (
-                f"the Dask cluster did not start ({_describe(plan)}): {_last_line(error)}. "
-                'A script that starts one needs `if __name__ == "__main__":` around its work, '
-                "because every worker process imports the script again"
-            )
-            raise ClusterError(msg) from error
+        except (OSError, RuntimeError, ValueError, TypeError, TimeoutError) as error:
+            _end(set(multiprocessing.active_children()) - before)
+            raise ClusterError(_why_not(plan, error, timeout)) from error
+        except BaseException:
+            _end(set(multiprocessing.active_children()) - before)
+            raise
     return cluster
+
+
+def _end(processes: set[Any]) -> None:
+    """End workers of a cluster that did not come up."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(5)
+
+
+def _why_not(plan: ClusterPlan, error: BaseException, timeout: float) -> str:
+    late = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+    reason = (
+        f"its workers were not up within {timeout:.0f} s; timeout= gives them longer"
+        if late
+        else f"{_last_line(error)}. What the workers say of it is above"
+    )
+    return (
+        f"the Dask cluster did not start ({plan}): {reason}. A script that starts one needs "
+        '`if __name__ == "__main__":` around its work, because every worker process imports '
+        "the script again"
+    )
 
 
 def _allocator_settings() -> dict[str, int]:
@@ -340,66 +347,23 @@ def _cluster_class(plan: ClusterPlan) -> Any:
     return LocalCUDACluster
 
 
-def _gpu_settings(
-    plan: ClusterPlan, gpu_share: float, *, managed_memory: bool
-) -> dict[str, Any]:
-    if not 0 < gpu_share <= MAX_GPU_SHARE:
-        msg = f"gpu_share must be above 0 and at most {MAX_GPU_SHARE}, not {gpu_share}"
-        raise ParameterError(msg)
-    _warn_of_busy_gpus(plan.devices)
+def _gpu_settings(plan: ClusterPlan, *, managed_memory: bool) -> dict[str, Any]:
+    cluster_gpus.require_driver()
+    cluster_gpus.require_memory(plan.devices)
+    limit = plan.gpu_memory_limit
     settings: dict[str, Any] = {
         "CUDA_VISIBLE_DEVICES": list(plan.devices),
         "rmm_allocator_external_lib_list": ["cupy"],
+        "rmm_maximum_pool_size": limit,
         "device_memory_limit": None,
     }
-    if managed_memory:
-        return settings | {"rmm_managed_memory": True, "rmm_pool_size": gpu_share}
-    # The asynchronous allocator grows as needed; this is where it stops.
-    return settings | {"rmm_async": True, "rmm_maximum_pool_size": gpu_share}
-
-
-def _warn_of_busy_gpus(devices: Sequence[str]) -> None:
-    import pynvml
-
-    for name in devices:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(name)
-        used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
-        if used > BUSY_GPU_BYTES:
-            logger.warning("GPU %s is in use: %.1f GB of it are taken", name, used / 1e9)
-
-
-def _split_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        msg = f"dashboard_address must end in a port, such as {LOOPBACK}:0, not {address!r}"
-        raise ParameterError(msg)
-    return host or LOOPBACK, int(port)
-
-
-def _require_free_port(host: str, port: int, option: str) -> None:
-    if not port:
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do: a port in TIME_WAIT is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            msg = (
-                f"{option}: cannot listen on {host}:{port} ({error.strerror}); "
-                "0 takes a free port"
-            )
-            raise ClusterError(msg) from error
-
-
-def _refuse_unguarded_main() -> None:
-    # multiprocessing sets this while a spawned process imports the script that started it.
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        msg = (
-            "a cluster is being started while a worker process imports this script; put the "
-            'work under `if __name__ == "__main__":`'
-        )
-        raise ClusterError(msg)
+    if not managed_memory:
+        # It grows as needed; the limit is where it stops.
+        return settings | {"rmm_async": True}
+    total = min(cluster_gpus.total_bytes(name) for name in plan.devices)
+    first = int(MAX_GPU_SHARE * total)
+    first = first if limit is None else min(first, limit)
+    return settings | {"rmm_managed_memory": True, "rmm_pool_size": first}
 
 
 @contextlib.contextmanager
@@ -414,14 +378,6 @@ def _quiet_environment() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _describe(plan: ClusterPlan) -> str:
-    where = f"GPUs {', '.join(plan.devices)}" if plan.devices else "CPU"
-    return (
-        f"{plan.workers} workers of {plan.threads} threads, "
-        f"{plan.memory_limit / 2**30:.1f} GiB each, {plan.protocol}, {where}"
-    )
 
 
 def _last_line(error: BaseException) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from scgpu_tasks import cluster_gpus
 from scgpu_tasks.errors import ClusterError, MissingPackageError, ParameterError
 from scgpu_tasks.io.memory import memory_limit
+
+logger = logging.getLogger(__name__)
 
 DeviceKind = Literal["cpu", "gpu"]
 
@@ -18,6 +21,10 @@ THREADS_PER_GPU = 4
 MIN_WORKER_BYTES = 512 * 2**20
 """A worker with NumPy, Numba and zarr loaded takes about half of this."""
 MEMORY_SHARE = 0.9
+MAX_GPU_SHARE = 0.75
+"""The rest is for the calling process, CUDA contexts and libraries that bring their own."""
+_ALIGNED = 1 << 20
+_UCX_PIP = "pip install distributed-ucxx-cu13 (or -cu12)"
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,12 @@ class ClusterPlan:
         GPUs, one for each worker, as indices or UUIDs; empty on a CPU.
     protocol
         ``"tcp"``, ``"ucx"`` or ``"tls"``.
+    protocol_note
+        Why it is that one, where a faster one is not there.
+    gpu_memory_limit
+        Bytes of each GPU's memory that its worker may take; 0 on a CPU, None without limit.
+    allocator
+        What hands out GPU memory; empty on a CPU.
     """
 
     device: DeviceKind
@@ -46,10 +59,27 @@ class ClusterPlan:
     memory_limit: int
     devices: tuple[str, ...] = ()
     protocol: str = "tcp"
+    protocol_note: str = ""
+    gpu_memory_limit: int | None = 0
+    allocator: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Field names and values."""
         return {**asdict(self), "devices": list(self.devices)}
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        where = "CPU"
+        if self.devices:
+            limit = self.gpu_memory_limit
+            most = "no limit" if limit is None else f"at most {limit / 2**30:.1f} GiB each"
+            where = f"GPUs {', '.join(self.devices)} ({self.allocator}, {most})"
+        note = f" ({self.protocol_note})" if self.protocol_note else ""
+        return (
+            f"{self.workers} worker{'s' * (self.workers > 1)} of {self.threads} "
+            f"thread{'s' * (self.threads > 1)}, "
+            f"{self.memory_limit / 2**30:.1f} GiB each, {self.protocol}{note}, {where}"
+        )
 
 
 def resolve_device(device: str = "auto") -> DeviceKind:
@@ -74,13 +104,18 @@ def resolve_device(device: str = "auto") -> DeviceKind:
     if device not in ("auto", "cpu", "gpu"):
         msg = f"device must be auto, cpu or gpu, not {device!r}"
         raise ParameterError(msg)
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and cluster_gpus.hidden()):
         return "cpu"
     try:
-        found = gpu_names()
+        found = cluster_gpus.gpu_names()
     except MissingPackageError:
         if device == "gpu":
             raise
+        return "cpu"
+    except ClusterError as error:
+        if device == "gpu":
+            raise
+        logger.warning("the CPU is used, because %s", error)
         return "cpu"
     if not found and device == "gpu":
         msg = (
@@ -91,33 +126,6 @@ def resolve_device(device: str = "auto") -> DeviceKind:
     return "gpu" if found else "cpu"
 
 
-def gpu_names() -> list[str]:
-    """UUIDs of the GPUs that the driver shows, in its order.
-
-    Raises
-    ------
-    MissingPackageError
-        dask-cuda or pynvml is not installed; the message has the pip line.
-    """
-    try:
-        import dask_cuda  # noqa: F401
-        import pynvml
-    except ImportError as error:
-        msg = (
-            f"GPU workers need {error.name}: pip install 'scgpu-tasks[cu13]' "
-            "(or [cu12] for a CUDA 12 driver)"
-        )
-        raise MissingPackageError(msg) from error
-    try:
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-        names = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-    except pynvml.NVMLError:
-        return []
-    return [name.decode() if isinstance(name, bytes) else name for name in names]
-
-
 def plan_cluster(
     device: str = "auto",
     *,
@@ -126,6 +134,8 @@ def plan_cluster(
     memory_limit: int | str | None = None,
     devices: str | Sequence[int | str] | None = None,
     protocol: str | None = None,
+    gpu_share: float | None = None,
+    managed_memory: bool = False,
 ) -> ClusterPlan:
     """Choose processes, threads and memory for this machine.
 
@@ -169,52 +179,69 @@ def plan_cluster(
     cores, memory = _machine()
     chosen: tuple[str, ...] = ()
     if kind == "gpu":
-        chosen = _choose_devices(devices, gpu_names())[:workers]
+        chosen = cluster_gpus.choose_devices(devices, cluster_gpus.gpu_names())[:workers]
         if workers is not None and workers > len(chosen):
             msg = f"{workers} GPU workers asked for, but there are {len(chosen)} GPUs to use"
             raise ClusterError(msg)
         workers, threads = len(chosen), threads or THREADS_PER_GPU
-        protocol = protocol or ("ucx" if _has_ucx() else "tcp")
     else:
         workers = workers or max(1, -(-cores // THREADS_PER_PROCESS))
         threads = threads or max(1, cores // workers)
     limit = _memory_limit(memory_limit, workers, memory)
-    return ClusterPlan(kind, workers, threads, limit, chosen, protocol or "tcp")
+    protocol, note = _choose_protocol(protocol, kind, managed_memory=managed_memory)
+    plan = ClusterPlan(kind, workers, threads, limit, chosen, protocol, note)
+    share = _checked_share(gpu_share, managed_memory=managed_memory)
+    return plan if kind == "cpu" else _with_gpu_memory(plan, share, managed_memory)
 
 
-def _choose_devices(
-    devices: str | Sequence[int | str] | None, found: Sequence[str]
-) -> tuple[str, ...]:
-    source = "devices"
-    if devices is None:
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-        source = "CUDA_VISIBLE_DEVICES"
-        if devices is None:
-            return tuple(found)
-    items = devices.split(",") if isinstance(devices, str) else [str(d) for d in devices]
-    chosen = []
-    for item in (text.strip() for text in items):
-        if item.isdigit() and int(item) < len(found):
-            chosen.append(found[int(item)])
-            continue
-        matches = [name for name in found if item and name.startswith(item)]
-        if len(matches) != 1:
-            msg = (
-                f"{source}={devices!r} names no GPU of this machine: {item!r} is neither an "
-                f"index below {len(found)} nor one of {', '.join(found) or 'no GPUs'}"
-            )
-            raise ClusterError(msg)
-        chosen.append(matches[0])
-    if len(set(chosen)) < len(chosen):
-        msg = f"{source}={devices!r} names a GPU twice; each worker needs its own"
-        raise ClusterError(msg)
-    return tuple(chosen)
+def _checked_share(share: float | None, *, managed_memory: bool) -> float | None:
+    if share is None:
+        return None if managed_memory else MAX_GPU_SHARE
+    if share <= 0 or (share > MAX_GPU_SHARE and not managed_memory):
+        msg = (
+            f"gpu_share must be above 0 and at most {MAX_GPU_SHARE}, not {share}; more needs "
+            "managed_memory=True"
+        )
+        raise ParameterError(msg)
+    return share
+
+
+def _with_gpu_memory(
+    plan: ClusterPlan, share: float | None, managed_memory: bool
+) -> ClusterPlan:
+    # GPUs of one machine are alike, as a rule; the smallest one counts.
+    total = min(cluster_gpus.total_bytes(name) for name in plan.devices)
+    limit = None if share is None else int(share * total) // _ALIGNED * _ALIGNED
+    allocator = "RMM pool of managed memory" if managed_memory else "RMM asynchronous"
+    return replace(plan, gpu_memory_limit=limit, allocator=allocator)
+
+
+def _choose_protocol(
+    asked: str | None, kind: DeviceKind, *, managed_memory: bool
+) -> tuple[str, str]:
+    """Protocol, and why it is that one where somebody may wonder."""
+    if asked not in (None, "tcp", "ucx", "ucxx", "tls"):
+        msg = f"protocol must be tcp, ucx or tls, not {asked!r}"
+        raise ParameterError(msg)
+    if asked in ("ucx", "ucxx"):
+        if managed_memory:
+            msg = "UCX cannot send managed memory: leave protocol= out, or managed_memory="
+            raise ParameterError(msg)
+        if not _has_ucx():
+            msg = f"protocol={asked!r} needs distributed-ucxx: {_UCX_PIP}"
+            raise MissingPackageError(msg)
+        return asked, ""
+    if asked is not None or kind == "cpu":
+        return asked or "tcp", ""
+    if managed_memory:
+        return "tcp", "UCX cannot send managed memory"
+    return ("ucx", "") if _has_ucx() else ("tcp", f"no UCX here: {_UCX_PIP}")
 
 
 def _has_ucx() -> bool:
     from importlib.util import find_spec
 
-    return find_spec("distributed_ucxx") is not None
+    return all(find_spec(name) is not None for name in ("distributed_ucxx", "ucxx"))
 
 
 def _machine() -> tuple[int, int]:

@@ -35,6 +35,10 @@ class ClusterError(ScgpuError, RuntimeError):
     """A Dask cluster cannot be started, reached or kept alive."""
 
 
+class OutOfMemoryError(ScgpuError, MemoryError):
+    """A block does not fit into the memory of a worker or its GPU, however it is cut."""
+
+
 class MissingPackageError(ScgpuError, ImportError):
     """An optional package or a GPU is missing; the message has the ``pip install`` line."""
 

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from scgpu_tasks.cluster import make_cluster, start_cluster
-from scgpu_tasks.cluster_plan import _choose_devices, plan_cluster, resolve_device
+from scgpu_tasks.cluster_gpus import choose_devices
+from scgpu_tasks.cluster_plan import plan_cluster, resolve_device
 from scgpu_tasks.errors import ClusterError, MissingPackageError, ParameterError
 
 GIB = 2**30
@@ -82,17 +83,17 @@ def test_gpu_without_a_gpu_or_its_packages_says_what_is_missing(monkeypatch):
 def test_devices_are_indices_or_uuids_and_anything_else_is_refused(monkeypatch):
     found = ["GPU-aaa1", "GPU-bbb2"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert _choose_devices(None, found) == ("GPU-aaa1", "GPU-bbb2")
-    assert _choose_devices("1,0", found) == ("GPU-bbb2", "GPU-aaa1")
-    assert _choose_devices(["GPU-b"], found) == ("GPU-bbb2",)
+    assert choose_devices(None, found) == ("GPU-aaa1", "GPU-bbb2")
+    assert choose_devices("1,0", found) == ("GPU-bbb2", "GPU-aaa1")
+    assert choose_devices(["GPU-b"], found) == ("GPU-bbb2",)
     for wrong in ("2", "GPU-c", "GPU-", "first", "-1"):
         with pytest.raises(ClusterError, match="names no GPU"):
-            _choose_devices(wrong, found)
+            choose_devices(wrong, found)
     with pytest.raises(ClusterError, match="twice"):
-        _choose_devices("0,0", found)
+        choose_devices("0,0", found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(ClusterError, match="CUDA_VISIBLE_DEVICES='7'"):
-        _choose_devices(None, found)
+        choose_devices(None, found)
 
 
 def test_devices_on_a_cpu_cluster_are_refused():

@@ -21,7 +21,8 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from scgpu_tasks.stages import resident
-from scgpu_tasks.stages.pools import Cluster, Pool, Threads, current_client
+from scgpu_tasks.stages.dask_pool import Cluster
+from scgpu_tasks.stages.pools import Pool, Threads, current_client
 from scgpu_tasks.stages.sources import BlockSource, DaskBlocks, MemoryBlocks
 from scgpu_tasks.stages.spans import Span, SpanTask, Visit, on_gpu, run_span, spans_of
 from scgpu_tasks.stages.timing import Watch
@@ -75,7 +76,7 @@ class Engine:
         self._progress = progress
         self._total = self.n_blocks * passes
         self._done = 0
-        self._read = 0
+        self._read = self._cut = 0
         self._stack = contextlib.ExitStack()
         self._pool: Pool
 
@@ -168,6 +169,20 @@ class Engine:
         """How many times the matrix was read so far."""
         return self._read / max(self.source.shape[0], 1)
 
+    def mishaps(self) -> dict[str, Any]:
+        """Tell what went wrong and was mended, for a record; nothing on a good day.
+
+        Returns
+        -------
+        ``workers_lost``, with the rows that others did again, and ``blocks_cut``, the number of
+        blocks that fitted into memory in parts only; each where there is any.
+        """
+        lost = self._pool.lost_workers()
+        if lost:
+            logger.warning("lost %d workers; others did their work again", len(lost))
+        found = {"workers_lost": lost, "blocks_cut": self._cut}
+        return {name: value for name, value in found.items() if value}
+
     @property
     def can_hold(self) -> bool:
         """Whether a task may leave rows in its process for a later task of the same span."""
@@ -212,6 +227,7 @@ class Engine:
     def _count(self, span: Span, visit: Visit) -> None:
         self.stored_bytes += visit.stored_bytes
         self._read += visit.rows_read
+        self._cut += visit.cut
         self._done += span.n_blocks
         if self._progress is not None:
             self._progress(self._done, self._total)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psutil
-
 from scgpu_tasks.errors import ParameterError
 from scgpu_tasks.stages import resident
+from scgpu_tasks.stages.host_memory import free_memory
 
 if TYPE_CHECKING:
     from scgpu_tasks.stages.engine import Engine
@@ -58,14 +57,6 @@ def tasks_at_once(engine: Engine, n_genes: int) -> int | None:
             raise _too_many(n_genes, "GPU ", max(task, end), free)
         most = min(most, free // task)
     return most
-
-
-def free_memory() -> int:
-    """Bytes of memory that this process may still use."""
-    from distributed.system import MEMORY_LIMIT
-
-    own = psutil.Process().memory_info().rss
-    return int(min(psutil.virtual_memory().available, MEMORY_LIMIT - own))
 
 
 def _too_many(n_genes: int, kind: str, needed: int, free: int) -> ParameterError:

@@ -1,4 +1,4 @@
-"""Where tasks run: on threads of this process, or on the workers of a Dask cluster."""
+"""Where tasks run: on threads of this process, or on the workers of a Dask client."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import contextvars
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from scgpu_tasks.stages import parcels
-from scgpu_tasks.stages.sources import BlockSource, DaskBlocks
-from scgpu_tasks.stages.spans import Span, SpanTask, Visit, on_gpu, run_span
-from scgpu_tasks.stages.timing import Watch
-
-_SWITCH_SECONDS = 2e-4
+from scgpu_tasks.stages.sources import BlockSource
+from scgpu_tasks.stages.spans import Span, SpanTask, Visit, run_span
 
 
 class Pool(Protocol):
@@ -48,6 +43,9 @@ class Pool(Protocol):
 
     def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in one process that runs tasks."""
+
+    def lost_workers(self) -> list[dict[str, Any]]:
+        """Name workers that died, and the rows that others had to do again."""
 
     def close(self) -> None:
         """Free what the pool holds."""
@@ -91,170 +89,13 @@ class Threads:
         """See `Pool`."""
         return self._pool.submit(function, *arguments).result()
 
+    def lost_workers(self) -> list[dict[str, Any]]:
+        """See `Pool`."""
+        return []
+
     def close(self) -> None:
         """See `Pool`."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-class Cluster:
-    """Workers of a Dask cluster."""
-
-    # A worker cannot compute another block of a Dask array by itself.
-    can_reread = False
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self.size = max(1, sum(client.nthreads().values()))
-        self._mailbox = parcels.Mailbox()
-        # Whether workers see this process's shared memory, as far as is known.
-        self._shares = True
-        self._sent: dict[str, _Sent] = {}
-
-    def close(self) -> None:
-        """See `Pool`."""
-        self._mailbox.close()
-
-    def result(self, future: Any) -> Visit:
-        """See `Pool`."""
-        visit: Visit | None = future.result()
-        if visit is None:
-            visit = self._submit_again(self._sent[future.key])
-        visit.value = self._mailbox.open(visit.value)
-        return visit
-
-    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """See `Pool`."""
-        shared = self._mailbox.array(shape, dtype)
-        if shared is None:
-            return np.empty(shape, dtype), None
-        return shared.map(), shared
-
-    def submit(self, source: BlockSource, span: Span, task: SpanTask, keep: bool) -> Any:
-        """See `Pool`."""
-        blocks: list[Any] = []
-        light: Any = source
-        if isinstance(source, DaskBlocks):
-            bounds = span.bounds
-            blocks = self._client.compute(
-                [source.block(bounds[i], bounds[i + 1]) for i in range(span.n_blocks)]
-            )
-            light = _Shape(source.shape)
-        sent = _Sent(keep, light, span, task, blocks)
-        if self._shares:
-            sent.parcel = self._mailbox.send(task)
-        future = self._submit(sent)
-        self._sent[future.key] = sent
-        return future
-
-    def _submit(self, sent: _Sent) -> Any:
-        task = sent.task
-        return self._client.submit(
-            run_span_alone,
-            self._mailbox.address,
-            sent.keep,
-            sent.source,
-            sent.span,
-            task if sent.parcel is None else sent.parcel,
-            *sent.blocks,
-            pure=False,
-            workers=[task.prefer] if task.prefer else None,
-            allow_other_workers=task.prefer is not None,
-        )
-
-    def _submit_again(self, sent: _Sent) -> Visit:
-        """Run a task whose worker is on another machine than this process."""
-        self._shares = False
-        self._mailbox.discard(sent.parcel)
-        sent.parcel = None
-        future = self._submit(sent)
-        visit: Visit = future.result()
-        return visit
-
-    def everywhere(
-        self, function: Callable[..., Any], *arguments: Any
-    ) -> dict[str | None, Any]:
-        """See `Pool`."""
-        found: dict[str | None, Any] = self._client.run(function, *arguments)
-        return found
-
-    def once(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """See `Pool`."""
-        # Always the same worker: what the first call loads, the second finds.
-        worker = min(self._client.nthreads())
-        options = {"pure": False, "workers": [worker], "allow_other_workers": True}
-        sent = self._mailbox.send(arguments)
-        done, value = self._client.submit(call, function, sent, **options).result()
-        self._mailbox.discard(sent)
-        if not done:
-            done, value = self._client.submit(call, function, arguments, **options).result()
-        return value
-
-    def forget(self, future: Any) -> None:
-        """See `Pool`."""
-        sent = self._sent.pop(future.key, None)
-        if not future.done():
-            future.cancel()
-        future.release()
-        if sent is not None:
-            self._mailbox.discard(sent.parcel)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Stands in for a Dask array, whose blocks come with the task."""
-
-    shape: tuple[int, int]
-    any_rows: bool = False
-
-
-@dataclass
-class _Sent:
-    """What a task is made of, and the parcel that went to its worker."""
-
-    keep: bool
-    source: Any
-    span: Span
-    task: SpanTask
-    blocks: list[Any]
-    parcel: Any = None
-
-
-def run_span_alone(
-    mailbox: str | None, keep: bool, source: Any, span: Span, sent: Any, *blocks: Any
-) -> Visit | None:
-    """`run_span` in a worker process; None where the task's parcel is on another machine."""
-    from distributed import get_worker
-
-    try:
-        task: SpanTask = parcels.unpack_sent(sent)
-    except FileNotFoundError:
-        return None
-    with _settled(on_gpu(source)):
-        visit = run_span(source, span, task, *blocks, keep=keep)
-    watch = Watch()
-    visit.value = parcels.pack(visit.value, mailbox)
-    watch.lap("packing")
-    visit.seconds |= watch.seconds
-    visit.where = get_worker().address
-    return visit
-
-
-def call(function: Callable[..., Any], sent: Any) -> tuple[bool, Any]:
-    """Call a function with what was sent; whether that was there, and what it returned."""
-    try:
-        arguments = parcels.unpack_sent(sent)
-    except FileNotFoundError:
-        return False, None
-    return True, function(*arguments)
-
-
-def _settled(gpu: bool) -> contextlib.AbstractContextManager[Any]:
-    """Make this process fit for a task."""
-    if not gpu:
-        return threadpool_limits(1)
-    # Threads that feed a GPU give the GIL back all the time, and want it back soon.
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    return contextlib.nullcontext()
 
 
 def current_client(stack: contextlib.ExitStack) -> Any:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
+from scgpu_tasks.errors import OutOfMemoryError
 from scgpu_tasks.kernels.rows import Rows
 from scgpu_tasks.stages import resident
-from scgpu_tasks.stages.short_memory import with_less
+from scgpu_tasks.stages.host_memory import current_worker, free_memory
+from scgpu_tasks.stages.short_memory import Need, with_less
 from scgpu_tasks.stages.sources import BlockSource, block_rows
 from scgpu_tasks.stages.timing import Watch
 
@@ -20,6 +24,10 @@ _VALUE_BYTES = 8
 _SPANS = 64
 # Rows that a CPU reads at a time.
 _PIECE_ROWS = 10_000
+# Memory that a CPU needs for rows while it reads and visits them, as a multiple of their
+# decoded size: stored bytes, decoded chunks, values and columns in other types.
+_PIECE_ROOM = 2
+_LEAST_ROOM = 1 << 24
 # On GPUs a span's results cross to the host, among them a Gram matrix. This suits the threads
 # of one, two and four GPUs.
 _GPU_SPANS = 16
@@ -72,6 +80,8 @@ class Visit:
     rows_read: int
     stored_bytes: int
     where: str | None = None
+    cut: int = 0
+    """Blocks that did not fit into memory, and were worked on in parts."""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -95,7 +105,13 @@ def spans_of(source: BlockSource) -> list[Span]:
 
 
 def run_span(
-    source: BlockSource, span: Span, task: SpanTask, *blocks: Any, keep: bool = False
+    source: BlockSource,
+    span: Span,
+    task: SpanTask,
+    *blocks: Any,
+    keep: bool = False,
+    parts: int = 1,
+    check: Callable[[], None] | None = None,
 ) -> Visit:
     """Visit the blocks of a span; on a worker, or in a thread.
 
@@ -106,6 +122,10 @@ def run_span(
         they are kept on this process's GPU.
     keep
         Whether to keep blocks on the GPU, as far as there is room.
+    parts
+        Into how many parts to cut each block, where it can be cut.
+    check
+        Called before each read; raises where there is no use in going on.
     """
     watch = Watch()
     with _stream(source):
@@ -115,7 +135,10 @@ def run_span(
             watch.lap("handing over")
             return Visit(value, 0, 0, seconds=watch.seconds)
         visitor = _Visitor(source, task, watch, keep=keep)
-        for i, (start, stop) in enumerate(_pieces(source, span)):
+        pieces = _pieces(source, span, parts)
+        for i, (start, stop) in enumerate(pieces):
+            if check is not None:
+                check()
             with _naming_rows(start, stop):
                 if blocks:
                     visitor.visit(start, stop, blocks[i])
@@ -123,7 +146,10 @@ def run_span(
                     visitor.read(start, stop)
         value = task.result()
         watch.lap("handing over")
-        return Visit(value, visitor.n_read, visitor.stored, seconds=watch.seconds)
+        n_cut = visitor.cut or (
+            span.n_blocks if parts > 1 and len(pieces) > span.n_blocks else 0
+        )
+        return Visit(value, visitor.n_read, visitor.stored, None, n_cut, watch.seconds)
 
 
 class _Visitor:
@@ -135,16 +161,17 @@ class _Visitor:
         self.source, self.task, self.watch, self.keep = source, task, watch, keep
         self.on_gpu = on_gpu(source)
         self.matrix = resident.identity(source) if self.on_gpu else None
-        self.n_read = self.stored = 0
+        self.n_read = self.stored = self.cut = 0
+        self._visiting = False
 
     def read(self, start: int, stop: int) -> None:
-        """Visit rows that must be read; on a GPU that is short of memory, part by part."""
-        if not self.on_gpu:
-            self._read(start, stop)
-            return
+        """Visit rows that must be read; where memory is short, part by part."""
         try:
             self._read(start, stop)
-        except MemoryError:
+        except MemoryError as error:
+            if self._visiting and not self.on_gpu:
+                # A visit on a CPU may have added some of the rows already.
+                raise OutOfMemoryError(self._need(start, stop).advice(error)) from error
             short = True
         else:
             short = False
@@ -152,8 +179,8 @@ class _Visitor:
         if short:
             can_cut = bool(getattr(self.source, "any_rows", True))
             self.keep = False
-            size = self._bytes(start, stop)
-            with_less(self._read, start, stop, can_cut=can_cut, n_bytes=size)
+            parts = with_less(self._read, self._need(start, stop), can_cut=can_cut)
+            self.cut += parts > 1
 
     def _read(self, start: int, stop: int) -> None:
         place = resident.Place(self.matrix, start, stop) if self.matrix else None
@@ -173,31 +200,55 @@ class _Visitor:
         del block
         if self.keep and self.matrix:
             resident.keep(resident.Place(self.matrix, start, stop), pieces)
+        self._visiting = True
         _visit(self.task, pieces, start)
+        self._visiting = False
         self.n_read += stop - start
         self.stored += stored
         self.watch.lap("computing")
 
-    def _bytes(self, start: int, stop: int) -> int:
-        n_rows, n_cols = self.source.shape
-        stored = getattr(self.source, "nnz", None) or n_rows * n_cols
-        return int(stored * (stop - start) / max(n_rows, 1)) * _VALUE_BYTES
+    def _need(self, start: int, stop: int) -> Need:
+        nnz = _nnz(self.source, start, stop)
+        return Need(start, stop, nnz, nnz * _VALUE_BYTES, self.on_gpu)
 
 
-def _pieces(source: BlockSource, span: Span) -> list[tuple[int, int]]:
+def _nnz(source: BlockSource, start: int, stop: int) -> int:
+    """Count stored values of some rows: of a store's whole blocks exactly, else their share."""
+    offsets = getattr(source, "offsets", None)
+    if offsets is not None and len(offsets):
+        at = np.interp([start, stop], source.bounds, offsets)
+        return round(float(at[1] - at[0]))
+    n_rows, n_cols = source.shape
+    stored = getattr(source, "nnz", None) or n_rows * n_cols
+    return int(stored * (stop - start) / max(n_rows, 1))
+
+
+def _pieces(source: BlockSource, span: Span, parts: int) -> list[tuple[int, int]]:
     """Rows to read at a time: a block; on a CPU less, where any rows can be read.
 
     A smaller piece costs nothing there: one read keeps all cores decoding anyway.
     """
     blocks = list(itertools.pairwise(span.bounds))
-    if on_gpu(source) or not getattr(source, "any_rows", True):
+    if not getattr(source, "any_rows", True) or (on_gpu(source) and parts == 1):
         return blocks
     pieces: list[tuple[int, int]] = []
+    room = None if on_gpu(source) else _room_for_a_piece()
     for start, stop in blocks:
-        n = max(1, -(-(stop - start) // _PIECE_ROWS))
+        n = parts
+        if room is not None:
+            needed = _PIECE_ROOM * _VALUE_BYTES * _nnz(source, start, stop)
+            n *= max(-(-(stop - start) // _PIECE_ROWS), -(-needed // room), 1)
+        n = min(n, max(stop - start, 1))
         cuts = [start + (stop - start) * i // n for i in range(n + 1)]
         pieces += itertools.pairwise(cuts)
     return pieces
+
+
+def _room_for_a_piece() -> int:
+    """Memory that one thread may take for rows under way."""
+    worker = current_worker()
+    threads = 1 if worker is None else worker.state.nthreads
+    return max(3 * free_memory() // (4 * threads), _LEAST_ROOM)
 
 
 def _visit(task: SpanTask, pieces: Sequence[Rows], start: int) -> None:
