@@ -151,6 +151,7 @@ class _Run:
         n, slot = len(jobs), self.reader.slots[0]
         if n == 0:
             return
+        self.request.open_on_host()
         walk = np.ascontiguousarray(jobs.walk)
         room = n * nbytes + 7 & ~7
         pinned = slot.upload.reserve(room + walk.nbytes)

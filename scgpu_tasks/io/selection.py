@@ -7,8 +7,9 @@ touched, with the strided or tabulated walk from the decoded chunk to the output
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,37 @@ def select_pieces(
     if len(arrays) > 1 and all(a.ndim == 1 for a in arrays):
         return _points(layout, chunk_sel, out_sel, out_shape, out_strides)
     axes = _axes(layout.file_shape, chunk_sel, out_sel, drop_axes, out_shape)
+    if all(isinstance(a.source, tuple) and isinstance(a.target, tuple) for a in axes):
+        return _product_of_slices(layout, axes, out_strides)
     return _product(layout, axes, out_strides)
+
+
+# Pieces of the slices used last. Whole files are what is read most, and making the pieces of
+# one again would take as long as all else that is done for it.
+_known: OrderedDict[tuple[Any, ...], Pieces] = OrderedDict()
+_MOST_KNOWN, _MOST_PIECES = 32, 8192
+
+
+def _product_of_slices(
+    layout: ArrayLayout, axes: Sequence[AxisSelection], out_strides: tuple[int, ...]
+) -> Pieces:
+    """`_product` of axes that have no index arrays; it is the same anywhere in the output."""
+    at_origin, begin, key = [], 0, list[Any]()
+    for axis in axes:
+        start, step = axis.target  # type: ignore[misc]
+        begin += 0 if axis.axis is None else int(start) * out_strides[axis.axis]
+        at_origin.append(replace(axis, target=(0, step)))
+        key.append((axis.count, axis.source, step, axis.axis))
+    where = (layout.file_shape, layout.chunk_shape, layout.dtype.itemsize, out_strides, *key)
+    # Threads may do this at the same time: at worst one makes pieces that another had.
+    pieces = _known.pop(where, None)
+    if pieces is None:
+        pieces = _product(layout, at_origin, out_strides)
+    if len(pieces) <= _MOST_PIECES:
+        _known[where] = pieces
+    while len(_known) > _MOST_KNOWN:
+        _known.popitem(last=False)
+    return replace(pieces, target=pieces.target + begin)
 
 
 def _axes(

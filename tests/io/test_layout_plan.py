@@ -96,6 +96,16 @@ def test_whole_chunks_are_decoded_in_place_and_the_rest_moved() -> None:
     assert pieces.source.tolist() == [20, 0, 0, 0, 0]
 
 
+def test_the_same_slice_again_goes_where_it_is_wanted_then() -> None:
+    def targets(begin: int) -> list[int]:
+        out = slice(begin, begin + 40)
+        return select_pieces(layout(), (slice(5, 45),), (out,), (), (90,), (4,)).target.tolist()
+
+    first = targets(0)
+    assert targets(50) == [t + 200 for t in first]
+    assert targets(0) == first
+
+
 def test_steps_longer_than_a_chunk_skip_chunks() -> None:
     pieces = select_pieces(layout(), (slice(3, 50, 23),), (slice(0, 3),), (), (3,), (4,))
     assert pieces.chunk.tolist() == [0, 2, 4]

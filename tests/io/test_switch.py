@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from distributed import Client, LocalCluster
 from scgpu_tasks.errors import MissingPackageError
 from scgpu_tasks.io import scratch, switch
 from scgpu_tasks.io.pipeline import FALLBACK_KEY, PATH, STRICT_KEY
+from scgpu_tasks.io.settings import SWITCH_SECONDS
 from scgpu_tasks.io.switch import enable, is_enabled, release_memory
 
 ZARRS = "zarrs.ZarrsCodecPipeline"
@@ -90,6 +92,17 @@ def test_levels_may_be_closed_in_any_order() -> None:
     assert setting(STRICT_KEY) is True
     second.disable()
     assert setting("codec_pipeline.path") == before
+
+
+@pytest.mark.usefixtures("_as_if_complete")
+def test_threads_take_turns_more_often_only_while_gpu_reads_are_on() -> None:
+    before = sys.getswitchinterval()
+    first, second = enable(), enable()
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    first.disable()
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    second.disable()
+    assert sys.getswitchinterval() == pytest.approx(before)
 
 
 @pytest.mark.usefixtures("_as_if_complete")
