@@ -223,7 +223,7 @@ def one_chunk(store: Path, array: Any) -> dict[str, float]:
 
 
 def host_parts_of_a_chunk(path: Path, array: Any) -> float:
-    """Median milliseconds of reading a chunk, decoding it by zstd, and copying it to the GPU."""
+    """Median milliseconds of reading, decoding by zstd, and copying a chunk."""
     import cupy as cp
     from numcodecs.zstd import Zstd
 
