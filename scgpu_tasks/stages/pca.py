@@ -198,6 +198,7 @@ def masked_pca(
             "zero_center": pca.zero_center,
             "passes": engine.passes,
             "stored_bytes_read": engine.stored_bytes,
+            **engine.mishaps(),
         }
     return PCAResult(scores, PCs, variance, ratio, mean, summary)
 

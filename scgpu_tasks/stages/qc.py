@@ -393,6 +393,7 @@ class _Run:
             else [],
             "passes": engine.passes,
             "stored_bytes_read": engine.stored_bytes,
+            **engine.mishaps(),
             "notes": self.notes,
         }
         return QCResult(tables.name_apart(cells), tables.name_apart(genes), summary)
