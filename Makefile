@@ -5,12 +5,13 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help demo test docs venv clean
+.PHONY: help demo test docs coverage venv clean
 
 help:
 	@echo "make demo    make a small atlas, run the pipeline on it, say where the report is"
 	@echo "make test    lint, types, layer rules and tests: what .ci/run runs"
 	@echo "make docs    build the documentation, say where it is"
+	@echo "make coverage  run the tests, list lines that none of them runs"
 	@echo "make venv    only make the virtual environment .venv"
 	@echo "make clean   remove .venv, demo/ and caches"
 
@@ -29,5 +30,16 @@ docs:
 	@.venv/bin/sphinx-build -q -W --keep-going docs docs/_build/html
 	@echo "Open docs/_build/html/index.html in a browser."
 
+# Modules that do nothing without a GPU.
+GPU = scgpu_tasks/kernels/_gpu/*,scgpu_tasks/io/decode.py,scgpu_tasks/io/nvcomp.py,scgpu_tasks/io/scratch.py,scgpu_tasks/stages/resident.py
+
+coverage:
+	@.ci/venv test
+	@COVERAGE_CORE=sysmon .venv/bin/python -m pytest -q -n 2 --dist loadfile --cov --cov-report= $(ARGS)
+	@echo "Lines that any machine runs:"
+	@.venv/bin/coverage report --omit='$(GPU)'
+	@echo "Lines that only a GPU runs (pytest -m gpu):"
+	@.venv/bin/coverage report --include='$(GPU)'
+
 clean:
-	rm -rf .venv demo build dist docs/_build docs/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-lowest demo build dist docs/_build docs/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
