@@ -84,7 +84,8 @@ def make_flow() -> Any:
     """Prefect flow of `atlas_qc`."""
     from prefect import flow
 
-    from scgpu_tasks.tasks import dask_runner, run_name
+    from scgpu_tasks.flowrun import run_name
+    from scgpu_tasks.tasks import dask_runner
 
     return flow(
         name="atlas-qc", flow_run_name=run_name, task_runner=dask_runner(), log_prints=False

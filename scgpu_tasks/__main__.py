@@ -1,4 +1,4 @@
-"""Command line: ``scgpu-tasks check PATH`` and ``scgpu-tasks convert SRC DST``."""
+"""Command line: ``scgpu-tasks check``, ``convert``, ``runs`` and ``cache``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,43 @@ def _parser() -> argparse.ArgumentParser:
     add_convert_options(convert)
     convert.add_argument("--json", action="store_true", help="print the result as JSON")
     convert.set_defaults(run=_convert)
+    _add_runs(commands)
+    _add_cache(commands)
     return parser
+
+
+def _add_runs(commands: Any) -> None:
+    runs = commands.add_parser(
+        "runs", help="list the records of runs, or compare two", allow_abbrev=False
+    )
+    add = runs.add_argument
+    add("name", nargs="*", help="two runs to compare; none: list all")
+    add("--out", default="runs", metavar="DIR", help="folder for run records (runs)")
+    add("--store", metavar="PATH", help="only runs on this store")
+    add("--state", metavar="STATE", help="only runs that are completed, failed, killed ...")
+    add("--last", type=int, metavar="N", help="only the last N")
+    add("--json", action="store_true", help="print JSON")
+    runs.set_defaults(run=_runs)
+
+
+def _add_cache(commands: Any) -> None:
+    cache = commands.add_parser(
+        "cache",
+        help="list finished stages that later runs reuse, and remove some",
+        description="Without --older-than, --keep or --all nothing is removed. What a run that "
+        "goes on needs is never removed.",
+        allow_abbrev=False,
+    )
+    add = cache.add_argument
+    add("--work", metavar="DIR", help="folder of finished stages (OUT/.work)")
+    add("--out", default="runs", metavar="DIR", help="folder for run records (runs)")
+    add("--store", metavar="PATH", help="only stages of this store")
+    add("--older-than", metavar="TIME", help="remove what was not used for so long: 12h, 30d")
+    add("--keep", metavar="SIZE", help="remove what was unused for longest until SIZE is left")
+    add("--all", action="store_true", help="remove everything, of --store where that is given")
+    add("--dry-run", action="store_true", help="say what would be removed")
+    add("--json", action="store_true", help="print JSON")
+    cache.set_defaults(run=_cache)
 
 
 def add_convert_options(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +172,58 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(json.dumps(result.to_json(), indent=1))
     else:
         print(summary([{"state": "converted", "store": result.path} | result.to_json()]))
+    return 0
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    from scgpu_tasks.errors import ParameterError
+    from scgpu_tasks.job import living
+    from scgpu_tasks.records import listing
+
+    out = Path(arguments.out)
+    if arguments.name:
+        if len(arguments.name) != 2:
+            msg = f"name two runs to compare, not {len(arguments.name)}"
+            raise ParameterError(msg)
+        first, second = (
+            living.as_it_is(listing.open_record(out, name)) for name in arguments.name
+        )
+        if arguments.json:
+            print(json.dumps(listing.differences(first, second), indent=1))
+        else:
+            print(listing.compare_text(first, second))
+        return 0
+    found = [living.as_it_is(r) for r in listing.find_records(out, arguments.store)]
+    if arguments.state is not None:
+        found = [r for r in found if r.run["state"] == arguments.state]
+    found = found[: arguments.last]
+    if arguments.json:
+        print(json.dumps([record.facts() for record in found], indent=1))
+    else:
+        print(listing.list_text(found))
+    return 0
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    from scgpu_tasks.job import cache
+
+    work = Path(arguments.work) if arguments.work else Path(arguments.out) / ".work"
+    found = cache.entries(work)
+    if arguments.store is not None:
+        found = [e for e in found if cache.of_store(e, arguments.store)]
+    wanted = arguments.all or arguments.older_than or arguments.keep
+    gone = None
+    if wanted:
+        older = cache.seconds_of(arguments.older_than) if arguments.older_than else None
+        keep = cache.bytes_of(arguments.keep) if arguments.keep else None
+        gone = cache.choose(found, older_than=0.0 if arguments.all else older, keep_bytes=keep)
+        if not arguments.dry_run:
+            gone = cache.remove(gone)
+    if arguments.json:
+        listed = [entry.to_json() | {"removed": entry in (gone or [])} for entry in found]
+        print(json.dumps(listed, indent=1))
+    else:
+        print(cache.list_text(found, gone, dry_run=arguments.dry_run))
     return 0
 
 

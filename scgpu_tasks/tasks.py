@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +21,16 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import CachePolicy
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.futures import PrefectFuture
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.states import State
 from prefect_dask import DaskTaskRunner
+from prefect_dask.task_runners import PrefectDaskFuture
 
 from scgpu_tasks.cluster import connect
 from scgpu_tasks.errors import ClusterError
+from scgpu_tasks.flowrun import stage_run_name
 from scgpu_tasks.job import steps
 from scgpu_tasks.job.conversion import Conversion, convert_step
 from scgpu_tasks.job.progress import worker_progress
-from scgpu_tasks.job.runlog import file_name, store_stem
 from scgpu_tasks.job.steps import Plan
 from scgpu_tasks.job.workdir import WorkDir
 
@@ -70,7 +72,7 @@ class StageFolderKey(CachePolicy):
 def _stage_task(stage: str) -> Callable[[Callable[..., Any]], Any]:
     return task(
         name=stage,
-        task_run_name=stage,
+        task_run_name=stage_run_name,
         cache_policy=StageFolderKey(stage=stage),
         persist_result=True,
         result_serializer="json",
@@ -119,7 +121,9 @@ TASKS = {"check": check, "load": load, "qc": qc, "pca": pca}
 
 
 def run_stage(plan: Plan, stage: str, *, refresh: bool = False) -> dict[str, Any]:
-    """Submit a stage's task to the flow's runner and wait for it.
+    """Run a stage's task and wait for it.
+
+    Stages that read X run on the flow's cluster, unless their output is there already.
 
     Parameters
     ----------
@@ -135,31 +139,47 @@ def run_stage(plan: Plan, stage: str, *, refresh: bool = False) -> dict[str, Any
     The step's description, with ``cached`` as it was in this run.
     """
     intact = not refresh and WorkDir(plan.work).find(stage, plan.key(stage)) is not None
-    return _submit(TASKS[stage], intact=intact, plan=plan.to_json(), refresh=refresh)
+    here = intact or stage in ("check", "load")
+    return _run(TASKS[stage], here=here, intact=intact, plan=plan.to_json(), refresh=refresh)
 
 
 def run_convert(job: Conversion, *, refresh: bool = False) -> dict[str, Any]:
-    """Submit the convert task to the flow's runner and wait for it; as `run_stage`."""
+    """Run the convert task and wait for it; as `run_stage`."""
     intact = not refresh and job.made() is not None
-    return _submit(convert, intact=intact, job=job.to_json(), refresh=refresh)
+    return _run(convert, here=intact, intact=intact, job=job.to_json(), refresh=refresh)
 
 
-def _submit(stage_task: Any, *, intact: bool, **arguments: Any) -> dict[str, Any]:
+def _run(stage_task: Any, *, here: bool, intact: bool, **arguments: Any) -> dict[str, Any]:
     # Prefect's cache knows a path, and nothing of the files behind it.
     chosen = stage_task.with_options(refresh_cache=not intact)
-    future: PrefectFuture[Any] = chosen.submit(**arguments)
-    try:
-        result: dict[str, Any] = future.result()
-    except KilledWorker as error:
-        msg = (
-            f"stage {stage_task.name} was given up: the Dask worker that ran it died, again "
-            "and again. Most often that is the memory: ask for smaller --chunks, or for fewer "
-            f"--workers, which then have more each. Dask says: {error}"
-        )
-        raise ClusterError(msg) from error
-    if future.state.name == "Cached":
+    if here:
+        state = chosen(**arguments, return_state=True)
+        result: dict[str, Any] = state.result()
+    else:
+        listener = _listener.get()
+        if listener is not None:
+            listener.begin()
+        result, state = _wait(chosen.submit(**arguments), stage_task.name)
+    if state.name == "Cached":
         result = {**result, "cached": True, "seconds": 0.0}
     return result
+
+
+def _wait(future: PrefectFuture[Any], stage: str) -> tuple[dict[str, Any], State[Any]]:
+    try:
+        return future.result(), future.state
+    except KilledWorker as error:
+        msg = (
+            f"stage {stage} was given up: the Dask worker that ran it died, again and again. "
+            "Most often that is the memory: ask for smaller --chunks, or for fewer --workers, "
+            f"which then have more each. Dask says: {error}"
+        )
+        raise ClusterError(msg) from error
+    except BaseException:
+        # A cluster that was there before, and stays, would go on with it.
+        if isinstance(future, PrefectDaskFuture):
+            future.wrapped_future.cancel(force=True)
+        raise
 
 
 def use_cluster(scheduler: str | None, **options: Any) -> None:
@@ -177,9 +197,8 @@ def use_cluster(scheduler: str | None, **options: Any) -> None:
     ClusterError
         Nobody answers at that address.
     """
-    context = FlowRunContext.get()
-    runner = context.task_runner if context is not None else None
-    if not isinstance(runner, DaskTaskRunner):
+    runner = _dask_runner()
+    if runner is None:
         return
     if scheduler is None:
         runner.cluster_kwargs = options
@@ -194,65 +213,43 @@ def dask_runner() -> Any:
     return DaskTaskRunner(cluster_class="scgpu_tasks.cluster.ready_cluster")
 
 
-@dataclass(frozen=True)
-class CurrentRun:
-    """Identity of the flow run that is running.
+class _Listener:
+    """Takes the progress of the running flow's stages once its cluster runs."""
 
-    Parameters
-    ----------
-    flow, id, name
-        As Prefect has them.
-    """
+    def __init__(self, on_event: Callable[[tuple[float, Any]], None]) -> None:
+        self._on_event = on_event
+        self._client: Any = None
 
-    flow: str
-    id: str
-    name: str
+    def begin(self) -> None:
+        runner = _dask_runner()
+        if runner is not None and self._client is None:
+            self._client = runner.client
+            self._client.subscribe_topic(_topic(), self._on_event)
 
-    @property
-    def folder_name(self) -> str:
-        """The name, without what a file name cannot hold."""
-        return file_name(self.name) or self.id
+    def end(self) -> None:
+        if self._client is not None and self._client.status == "running":
+            self._client.unsubscribe_topic(_topic())
 
 
-def current_run() -> CurrentRun:
-    """Return the flow run that is running here."""
-    run = runtime.flow_run
-    return CurrentRun(str(run.flow_name), str(run.id), str(run.name))
-
-
-def run_name() -> str:
-    """Name of the flow run: the store's, and the words that Prefect gave the run."""
-    stem = store_stem(str(runtime.flow_run.parameters.get("store", "")))
-    words = str(runtime.flow_run.name or "run")
-    return words if words.startswith(f"{stem}-") else f"{stem}-{words}"
+_listener: ContextVar[_Listener | None] = ContextVar("scgpu_listener", default=None)
 
 
 @contextmanager
 def watch_progress(on_event: Callable[[tuple[float, Any]], None]) -> Iterator[None]:
-    """Hand the progress of the running flow's stages to a function while the block runs.
-
-    Starts the runner's cluster, if it was not running yet.
-    """
-    context = FlowRunContext.get()
-    runner = context.task_runner if context is not None else None
-    if not isinstance(runner, DaskTaskRunner):
-        yield
-        return
-    client = runner.client
-    client.subscribe_topic(_topic(), on_event)
+    """Hand the progress of stages that run on the flow's cluster to a function."""
+    listener = _Listener(on_event)
+    token = _listener.set(listener)
     try:
         yield
     finally:
-        if client.status == "running":
-            client.unsubscribe_topic(_topic())
+        _listener.reset(token)
+        listener.end()
 
 
-def unattended() -> AbstractContextManager[Any]:
-    """Apply what suits a run whose server ends with it.
-
-    Nobody is there to notice a missing heartbeat, and ending its thread takes a second.
-    """
-    return temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+def _dask_runner() -> DaskTaskRunner | None:
+    context = FlowRunContext.get()
+    runner = context.task_runner if context is not None else None
+    return runner if isinstance(runner, DaskTaskRunner) else None
 
 
 def _topic() -> str:

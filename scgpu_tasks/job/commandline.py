@@ -214,7 +214,7 @@ def run_flow(
     if came:
         _say_record()
         _say(
-            f"{_MESSAGES[came[0]]}; run the same command again to go on after the last "
+            f"{_how(came[0])}; run the same command again to go on after the last "
             "finished stage"
         )
         return 128 + came[0]
@@ -235,8 +235,8 @@ def _run(
             _begin_cluster(stack, cluster)
         flow = make_flow()
         if server is not None:
+            from scgpu_tasks.flowrun import unattended
             from scgpu_tasks.job.warm import FLOW_MODULES, import_modules
-            from scgpu_tasks.tasks import unattended
 
             import_modules(FLOW_MODULES)
             server.wait()
@@ -281,6 +281,13 @@ def _begin_cluster(
     # Whatever is wrong is said by the flow, which leaves a record.
     with contextlib.suppress(ScgpuError):
         stack.callback(prestart(**cluster()))
+
+
+def _how(number: int) -> str:
+    flowrun = sys.modules.get("scgpu_tasks.flowrun")
+    if flowrun is not None and flowrun.was_cancelled():
+        return "cancelled on the Prefect server"
+    return _MESSAGES[number]
 
 
 def _say(text: str) -> None:

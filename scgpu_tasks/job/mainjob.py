@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from scgpu_tasks import tasks
+from scgpu_tasks import flowrun, tasks
 from scgpu_tasks.cluster import flow_cluster, resolve_device
 from scgpu_tasks.cluster_plan import plan_cluster
 from scgpu_tasks.errors import StoreError
@@ -15,13 +15,17 @@ from scgpu_tasks.io.lazy import read_tables
 from scgpu_tasks.job import steps
 from scgpu_tasks.job.conversion import Conversion
 from scgpu_tasks.job.early import absolute, refreshed, specs_of, work_folder
+from scgpu_tasks.job.living import marked, sweep
+from scgpu_tasks.job.monitor import Monitor, shows, stage_words
 from scgpu_tasks.job.probe import probe_source
 from scgpu_tasks.job.progress import ProgressBars
-from scgpu_tasks.job.runlog import RunLog, announce
+from scgpu_tasks.job.runlog import RunLog, announce, store_stem
 from scgpu_tasks.job.saved import read_pca, read_qc
 from scgpu_tasks.job.steps import STAGES, Plan
 from scgpu_tasks.job.workdir import WorkDir, require_writable
-from scgpu_tasks.records import write_record, write_run
+from scgpu_tasks.records import words, write_record, write_run
+from scgpu_tasks.records.pages import run_page
+from scgpu_tasks.records.report import state_message
 from scgpu_tasks.records.run import fresh_folder, release_room, reserve_room
 
 _OF_A_CONVERSION = (
@@ -35,7 +39,7 @@ _OF_A_CONVERSION = (
 )
 
 
-def main_job(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def main_job(parameters: Mapping[str, Any]) -> Any:
     """Run the stages inside a flow run and leave a record, also of a run that fails.
 
     Parameters
@@ -45,36 +49,65 @@ def main_job(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns
     -------
-    The record's content, with its folder under ``record``.
+    The record's content, with its folder under ``record``. After an error of the run, which
+    its record tells, a failed state of Prefect's that names stage, place and remedy; the flow
+    raises the error.
 
     Raises
     ------
-    ScgpuError
-        Whatever stopped it; the record says the same.
+    OutputError
+        The folder for records cannot be written.
     """
-    run = tasks.current_run()
+    run = flowrun.current_run()
     out = require_writable(parameters["out"], option="out")
     # A run may be given the name of an earlier one, whose record stays.
     folder = fresh_folder(out, run.folder_name)
     log = RunLog(
         flow=run.flow, run_id=run.id, name=run.name, parameters=parameters, stages=STAGES
     )
-    job = _Job(parameters, out, log)
     write_record(folder, log.content)
     announce(folder)
-    try:
-        reserve_room(folder)
-        job.run()
-        log.running = "record"
-        results = job.results()
-        log.end("completed")
-        release_room(folder)
-        write_record(folder, log.content, **results)
-    except BaseException as error:
-        log.fail(error)
-        _leave_failure(folder, log, error)
-        raise
+    page = flowrun.RunPage(parameters["store"]) if flowrun.attended() else None
+    with marked(folder):
+        _mark_killed(out)
+        monitor = Monitor(page, ProgressBars())
+        try:
+            with ExitStack() as held, flowrun.cancelled_by_server(), monitor:
+                _complete(_Job(parameters, out, folder, log, monitor, held), page)
+        except BaseException as error:
+            log.fail(error, after=monitor.where())
+            _leave_failure(folder, log, error)
+            if page is not None:
+                page.log(f"record: {folder}/report.html")
+            if not isinstance(error, Exception):
+                raise
+            return flowrun.failed(state_message(log.content), error)
     return {**log.content, "record": str(folder)}
+
+
+def _complete(job: _Job, page: flowrun.RunPage | None) -> None:
+    """Run the stages and write the record of what they found."""
+    reserve_room(job.folder)
+    if page is not None:
+        stem = store_stem(job.store)
+        page.tag(f"store:{stem}", f"device:{resolve_device(job.parameters['device'])}")
+    job.run()
+    job.log.running = "record"
+    results = job.results()
+    job.log.end("completed")
+    release_room(job.folder)
+    write_record(job.folder, job.log.content, **results)
+    if page is not None:
+        page.log(f"record: {job.folder}/report.html")
+        text = run_page(job.log.content, str(job.folder))
+        job.monitor.show("summary", lambda page: page.markdown("summary", text, "Summary"))
+
+
+def _mark_killed(out: Path) -> None:
+    """Bring records of killed runs up to date, and their runs on the server."""
+    for run in sweep(out):
+        if run.get("run_id"):
+            flowrun.crashed(run["run_id"], run["error"]["message"])
 
 
 def _leave_failure(folder: Path, log: RunLog, error: BaseException) -> None:
@@ -88,13 +121,22 @@ def _leave_failure(folder: Path, log: RunLog, error: BaseException) -> None:
 
 
 class _Job:
-    def __init__(self, parameters: Mapping[str, Any], out: Path, log: RunLog) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Any],
+        out: Path,
+        folder: Path,
+        log: RunLog,
+        monitor: Monitor,
+        held: ExitStack,
+    ) -> None:
         self.parameters = parameters
+        self.folder = folder
         self.log = log
+        self.monitor = monitor
+        self.held = held
         self.work = work_folder(parameters, out)
         self.store = absolute(parameters["store"])
-        self.bars = ProgressBars()
-        self.done: dict[str, dict[str, Any]] = {}
 
     def run(self) -> None:
         p = self.parameters
@@ -106,13 +148,14 @@ class _Job:
             self.log.skip("convert")
             steps.require_store(self.store)
         self._choose_cluster(device)
-        with tasks.watch_progress(self.bars.on_event), self.bars:
+        with tasks.watch_progress(self.monitor.on_event):
             if p["source"] is not None:
                 with self._stage("convert") as entry:
                     job = Conversion(
                         source=absolute(p["source"]), store=self.store, work=self.work
                     )
                     probe_source(p["source"], qc, hvg, pca)
+                    self.held.enter_context(WorkDir(self.work).hold([job.key()]))
                     self._note(entry, tasks.run_convert(job, refresh="convert" in refresh))
             with self._stage("check") as entry:
                 self.plan = plan = Plan(
@@ -125,6 +168,8 @@ class _Job:
                     device=device,
                     chunks=p["chunks"],
                 )
+                keys = [plan.key(stage) for stage in ("check", "load", "qc", "pca")]
+                self.held.enter_context(WorkDir(self.work).hold(keys))
                 self.log.content["store"] = {
                     "path": self.store,
                     "fingerprint": plan.fingerprint,
@@ -156,23 +201,29 @@ class _Job:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[dict[str, Any]]:
-        self.bars.begin(name)
+        self.monitor.begin(name)
         with self.log.stage(name) as entry:
+            # Should the process be killed, the record says in which stage.
+            write_run(self.folder, self.log.content)
             yield entry
-        self.bars.end(name, entry["state"])
+        text = stage_words(name, self._summary)
+        how = "" if entry["state"] == "cached" else f" in {words.duration(entry['seconds'])}"
+        self.monitor.end(name, entry["state"], f"{entry['state']}{how}: {text}")
 
     def _note(self, entry: dict[str, Any], result: dict[str, Any]) -> None:
-        stage = result["stage"]
-        self.done[stage] = result
+        stage, summary = result["stage"], result["summary"]
+        self._summary = summary
         if result["cached"]:
             entry["state"] = "cached"
-        summary = result["summary"]
+        for name, draw in shows(stage, Path(result["path"]), summary):
+            self.monitor.show(name, draw)
         if stage == "convert":
             made = {name: summary[name] for name in _OF_A_CONVERSION if name in summary}
             self.log.content["summary"]["convert"] = made
         if stage == "load":
             for name in ("element", "encoding", "shape", "nnz", "stored_bytes"):
                 self.log.content["store"][name] = summary[name]
+            self.monitor.cells_per_block = summary["shape"][0] / max(summary["n_blocks"], 1)
         if stage in ("qc", "pca"):
             read = 0 if result["cached"] else summary["stored_bytes_read"]
             self.log.count_read(stage, read)

@@ -25,14 +25,19 @@ def worker_progress(topic: str, stage: str) -> Progress | None:
 
     Returns
     -------
-    A function of blocks done and blocks in all, or None outside a worker.
+    A function of blocks done and blocks in all, or None outside a worker. It raises
+    `ClusterError` once the flow has given the stage up.
     """
     from distributed import get_worker
+
+    from scgpu_tasks.errors import ClusterError
+    from scgpu_tasks.stages.dask_pool import OwnTask
 
     try:
         worker = get_worker()
     except ValueError:
         return None
+    own = OwnTask()
     last = 0.0
 
     def report(done: int, total: int) -> None:
@@ -41,6 +46,9 @@ def worker_progress(topic: str, stage: str) -> Progress | None:
         if done < total and now - last < SECONDS_BETWEEN_REPORTS:
             return
         last = now
+        if own.dropped():
+            msg = f"nobody waits for stage {stage} any more: its run was cancelled"
+            raise ClusterError(msg)
         worker.log_event(topic, {"stage": stage, "done": int(done), "total": int(total)})
 
     return report

@@ -144,8 +144,8 @@ class RunLog:
             round(bytes_read / stored, 3) if stored else 0.0
         )
 
-    def fail(self, error: BaseException) -> None:
-        """Note why the run ended early."""
+    def fail(self, error: BaseException, after: str = "") -> None:
+        """Note why the run ended early, and how far its stage was, in words."""
         cancelled = not isinstance(error, Exception)
         self.content["error"] = {
             "stage": self.running or "start",
@@ -153,6 +153,8 @@ class RunLog:
             "message": describe_error(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
+        if after:
+            self.content["error"]["after"] = after
         self.end("cancelled" if cancelled else "failed")
 
     def end(self, state: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 
 from scgpu_tasks.job.workdir import StageFolder
 from scgpu_tasks.stages.pca import PCAResult
@@ -57,3 +59,22 @@ def read_pca(folder: StageFolder) -> PCAResult:
         name: np.load(folder.path / f"{name}.npy", allow_pickle=False) for name in _PCA_ARRAYS
     }
     return PCAResult(**arrays, summary=folder.summary)
+
+
+def read_metrics(folder: Path, summary: dict[str, Any]) -> QCResult:
+    """Read what `save_qc` wrote, of the cells only what figures show, without their names."""
+    wanted = ("n_genes_by_counts", "total_counts", "passed_qc")
+    file = pq.ParquetFile(folder / "cells.parquet")
+    names = [n for n in file.schema.names if n in wanted or n.startswith("pct_counts_")]
+    cells = file.read(columns=names, use_pandas_metadata=False).to_pandas()
+    genes = pd.read_parquet(folder / "genes.parquet")
+    return QCResult(cells=cells, genes=genes, summary=summary)
+
+
+def map_pca(folder: Path, summary: dict[str, Any]) -> PCAResult:
+    """Open what `save_pca` wrote; rows of cells are read when they are looked at."""
+    arrays = {
+        name: np.load(folder / f"{name}.npy", allow_pickle=False, mmap_mode="r")
+        for name in _PCA_ARRAYS
+    }
+    return PCAResult(**arrays, summary=summary)

@@ -188,7 +188,10 @@ def pca_step(
         )
         shutil.rmtree(scratch)
         save_pca(result, folder)
-        return result.summary
+        return {
+            **result.summary,
+            "variance_explained": float(result.variance_ratio.sum()),
+        }
 
     return _run(plan, "pca", compute, refresh=refresh)
 

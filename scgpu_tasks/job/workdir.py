@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-
 from scgpu_tasks.errors import OutputError
+from scgpu_tasks.job.owner import has_ended, owner
 
 T = TypeVar("T")
 
@@ -36,6 +33,7 @@ LAYOUT = 1
 """Version of the folder layout; part of every key."""
 
 _DRAFT = ".draft-"
+_HELD = ".held"
 _ATTEMPTS = 20
 _PAUSE_S = 0.1
 _FOREIGN_DRAFT_AGE_S = 2 * 24 * 3600
@@ -91,7 +89,24 @@ class WorkDir:
         -------
         The folder, or None where it is missing, incomplete or damaged.
         """
-        return _verified(self.root / stage / key, stage, key)
+        found = _verified(self.root / stage / key, stage, key)
+        if found is not None:
+            # When it was last used is what somebody who prunes the folder goes by.
+            with contextlib.suppress(OSError):
+                os.utime(found.path / MANIFEST)
+        return found
+
+    @contextlib.contextmanager
+    def hold(self, keys: Iterable[str]) -> Iterator[None]:
+        """Keep outputs, those to come included, from being pruned while the block runs."""
+        folder = self.root / _HELD
+        folder.mkdir(exist_ok=True)
+        note = folder / f"{owner()}-{secrets.token_hex(4)}"
+        note.write_text("\n".join(keys))
+        try:
+            yield
+        finally:
+            note.unlink(missing_ok=True)
 
     def read(self, stage: str, key: str, reader: Callable[[StageFolder], T]) -> T | None:
         """Find a stage's output and read it, also while a refresh elsewhere replaces it.
@@ -122,7 +137,7 @@ class WorkDir:
         A `Draft`; call its ``publish`` when all files are written.
         """
         parent = self.root / stage
-        name = f"{_DRAFT}{_owner()}-{secrets.token_hex(4)}"
+        name = f"{_DRAFT}{owner()}-{secrets.token_hex(4)}"
         try:
             (parent / name).mkdir(parents=True)
         except OSError as error:
@@ -149,6 +164,9 @@ class WorkDir:
             if _abandoned(path):
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path)
+        for note in self.root.glob(f"{_HELD}/*"):
+            if _abandoned(note):
+                note.unlink(missing_ok=True)
         return removed
 
 
@@ -325,44 +343,51 @@ def _verified(folder: Path, stage: str, key: str) -> StageFolder | None:
     return StageFolder(folder, stage, key, body["inputs"], body["summary"])
 
 
-def _set_aside(folder: Path) -> None:
-    # Renamed first, so that nobody finds a half-removed folder under its name.
-    aside = folder.parent / f"{_DRAFT}{_owner()}-{secrets.token_hex(4)}"
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(aside)
+def held_keys(root: Path) -> set[str]:
+    """Keys of the outputs in a folder that runs which go on need."""
+    keys: set[str] = set()
+    for note in root.glob(f"{_HELD}/*"):
+        with contextlib.suppress(FileNotFoundError):
+            if not _abandoned(note):
+                keys |= set(note.read_text().split())
+    return keys
+
+
+def remove_unheld(folder: Path) -> bool:
+    """Remove a stage's output unless a run needs it; tells whether it is gone."""
+    work, key = folder.parents[1], folder.name
+    aside = None if key in held_keys(work) else _aside(folder)
+    if aside is None:
+        return False
+    if key in held_keys(work):
+        # A run came in between. It looks for its outputs more than once.
+        with contextlib.suppress(OSError):
+            aside.rename(folder)
+            return False
     shutil.rmtree(aside, ignore_errors=True)
+    return True
 
 
-@functools.cache
-def _machine() -> str:
-    """Short name of this boot of this machine, or of this container."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-    with contextlib.suppress(OSError):
-        parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+def _set_aside(folder: Path) -> None:
+    aside = _aside(folder)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
-def _owner() -> str:
-    process = psutil.Process()
-    return f"{_machine()}-{process.pid}-{int(process.create_time() * 100)}"
+def _aside(folder: Path) -> Path | None:
+    # Renamed first, so that nobody finds a half-removed folder under its name.
+    aside = folder.parent / f"{_DRAFT}{owner()}-{secrets.token_hex(4)}"
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:
+        return None
+    return aside
 
 
 def _abandoned(path: Path) -> bool:
-    machine, pid, started, _ = (*path.name.removeprefix(_DRAFT).split("-"), "", "", "")[:4]
-    if machine == _machine() and pid.isdigit() and started.isdigit():
-        try:
-            process = psutil.Process(int(pid))
-            # A container's first process may never ask how its adopted children ended.
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return True
-            created = process.create_time()
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.AccessDenied:
-            return False
-        return abs(created * 100 - int(started)) > 200
+    ended = has_ended(path.name.removeprefix(_DRAFT))
+    if ended is not None:
+        return ended
     try:
         newest = max(p.stat().st_mtime for p in (path, *path.rglob("*")))
     except OSError:

@@ -34,16 +34,26 @@ _METRICS = {
 
 def cells_view(qc: QCResult) -> dict[str, Any]:
     """Return the figures and tables of the QC stage for the template."""
-    summary, cells = qc.summary, qc.cells
-    limits = Limits(summary.get("thresholds", {}))
-    sets = [name for name, n_genes in summary.get("gene_sets", {}).items() if n_genes]
+    histograms, grids = _distributions(qc)
     return {
-        "histograms": _histograms(cells, limits, sets),
-        "grids": _grids(cells, limits, sets),
-        "filters": _filters(summary, limits),
-        "variable": _variable(qc.genes),
+        "histograms": histograms,
+        "grids": grids,
+        "filters": filters_view(qc.summary),
+        "variable": variable_view(qc.genes),
         "top_genes": _top_genes(qc.genes),
     }
+
+
+def metrics_view(qc: QCResult) -> list[dict[str, str]]:
+    """Return the figures of the cells' metrics: title, svg and caption of each."""
+    histograms, grids = _distributions(qc)
+    return histograms + grids
+
+
+def _distributions(qc: QCResult) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    limits = Limits(qc.summary.get("thresholds", {}))
+    sets = [name for name, n_genes in qc.summary.get("gene_sets", {}).items() if n_genes]
+    return _histograms(qc.cells, limits, sets), _grids(qc.cells, limits, sets)
 
 
 class Limits:
@@ -180,7 +190,9 @@ def _grids(cells: pd.DataFrame, limits: Limits, sets: list[str]) -> list[dict[st
     return figures
 
 
-def _filters(summary: dict[str, Any], limits: Limits) -> list[dict[str, Any]]:
+def filters_view(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what each filter of cells and of genes asked for and removed."""
+    limits = Limits(summary.get("thresholds", {}))
     tables = []
     for what, title in (("cells", "Cells"), ("genes", "Genes")):
         total, kept = summary[f"n_{what}"], summary[f"n_{what}_kept"]
@@ -205,7 +217,8 @@ def _width(part: float, whole: float) -> str:
     return f"{100 * part / whole:.2f}" if whole and part > 0 else "0"
 
 
-def _variable(genes: pd.DataFrame) -> dict[str, Any] | None:
+def variable_view(genes: pd.DataFrame) -> dict[str, Any] | None:
+    """Return figure, caption and names of the highly variable genes, if there are any."""
     kept = genes[genes["passed_qc"].to_numpy(dtype=bool)]
     if "highly_variable" not in kept or not kept["highly_variable"].any():
         return None

@@ -42,6 +42,8 @@ _ADVICE = {
     "ClusterError": "Start with fewer --workers, or check the address given with --scheduler.",
     "MissingPackageError": "Install what the message names, or run with --device cpu.",
     "MemoryError": "Use smaller blocks (--chunks 5000) or fewer --workers.",
+    "Killed": "If it was for lack of memory: use smaller blocks (--chunks 5000) or fewer "
+    "--workers.",
     "KilledWorker": "A worker was killed, most often for lack of memory: use smaller blocks "
     "(--chunks 5000) or fewer --workers.",
 }
@@ -49,6 +51,7 @@ _TITLES = {
     "completed": "Quality control and PCA",
     "failed": "This run failed",
     "cancelled": "This run was stopped",
+    "killed": "This run was killed",
     "running": "This run has not ended",
 }
 
@@ -138,6 +141,8 @@ def _error(run: Mapping[str, Any]) -> dict[str, Any] | None:
     stage, kind = error.get("stage", "start"), error.get("type", "")
     places = {"start": "before the first stage", "record": "as its record was written"}
     where = places.get(stage, f"in the stage “{stage}”")
+    if error.get("after"):
+        where += f", {error['after']}"
     stopped = run["state"] == "cancelled"
     advice = [] if stopped or kind not in _ADVICE else [_ADVICE[kind]]
     finished = [n for n, s in run["stages"].items() if s["state"] in ("computed", "cached")]
@@ -152,6 +157,18 @@ def _error(run: Mapping[str, Any]) -> dict[str, Any] | None:
         "traceback": error.get("traceback"),
         "advice": advice,
     }
+
+
+def state_message(run: Mapping[str, Any]) -> str:
+    """Why a run failed in one paragraph: stage, how far it was, what happened, the remedy."""
+    error = run["error"]
+    stage, kind = error["stage"], error["type"]
+    where = {"start": "The run failed before its first stage"}.get(
+        stage, "Writing the record failed" if stage == "record" else f"Stage {stage} failed"
+    )
+    after = f" {error['after']}" if error.get("after") else ""
+    advice = f" Remedy: {_ADVICE[kind]}" if kind in _ADVICE else ""
+    return f"{where}{after}: {error['message'].rstrip('.')}.{advice}"
 
 
 def _tiles(run: Mapping[str, Any], found: Findings | None) -> list[dict[str, str]]:

@@ -46,6 +46,8 @@ class ErrorEntry(TypedDict, total=False):
     """Why a run failed."""
 
     stage: str
+    after: str
+    """How far the stage was, such as ``after 3 of 8 blocks``; where it had begun to read."""
     type: str
     message: str
     traceback: str
@@ -58,7 +60,7 @@ class Run(TypedDict, total=False):
     run_id: str
     name: str
     state: str
-    """completed, failed, cancelled or running."""
+    """completed, failed, cancelled, killed or running."""
     start: str
     end: str
     seconds: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from datetime import datetime
 
 _BYTES = ("bytes", "kB", "MB", "GB", "TB", "PB")
@@ -74,3 +75,16 @@ def moment(text: str | None) -> str:
         return text
     zone = when.tzname() or ""
     return f"{when:%d %B %Y, %H:%M} {zone}".strip().lstrip("0")
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Set rows of text in columns, those in ``right`` to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            text.rjust(width) if i in right else text.ljust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

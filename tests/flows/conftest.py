@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,19 @@ class Runs:
     def __init__(self, out: Path, scheduler: str) -> None:
         self.out = out
         self.scheduler = scheduler
+        self.attended = False
 
     def run(self, store: Path, **parameters: Any) -> dict[str, Any]:
         """Run the flow in this process; return its record."""
         from prefect.flows import load_flow_from_entrypoint
 
+        from scgpu_tasks.flowrun import unattended
+
         flow = load_flow_from_entrypoint(f"{FLOW}:atlas_qc")
         given = {"scheduler": self.scheduler, "device": "cpu", **SMALL, **parameters}
-        return flow(store=str(store), out=str(self.out), **given)
+        # What a server's pages show is tested in test_monitoring.py; drawing it takes time.
+        with nullcontext() if self.attended else unattended():
+            return flow(store=str(store), out=str(self.out), **given)
 
     def states(self, store: Path, **parameters: Any) -> dict[str, str]:
         """State of each stage of a run."""
