@@ -1,14 +1,16 @@
-# Two commands: `make demo` and `make test`. Both make .venv in this folder on first use.
+# First `make demo`, `make serve` or `make test`: they make .venv in this folder on first use.
 # Another Python: make demo PYTHON=/path/to/python3.12
 
 ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help demo test docs coverage venv clean
+.PHONY: help demo serve deploy test docs coverage venv clean
 
 help:
 	@echo "make demo    make a small atlas, run the pipeline on it, say where the report is"
+	@echo "make serve   start Prefect with a worker and the deployments here; Ctrl-C stops all of it"
+	@echo "make deploy  deploy the flows to the Prefect server that is set up"
 	@echo "make test    lint, types, layer rules and tests: what .ci/run runs"
 	@echo "make docs    build the documentation, say where it is"
 	@echo "make coverage  run the tests, list lines that none of them runs"
@@ -21,6 +23,17 @@ venv:
 demo: venv
 	@.venv/bin/python -m scgpu_tasks.demo demo/atlas.h5ad
 	@.venv/bin/python flows/qc_pca.py --source demo/atlas.h5ad --store demo/atlas.zarr --out demo/runs
+
+demo/atlas.zarr: | venv
+	@.venv/bin/python -m scgpu_tasks.demo demo/atlas.h5ad
+	@.venv/bin/scgpu-tasks convert demo/atlas.h5ad demo/atlas.zarr
+
+# What the deployments work on until they are told otherwise: the demo's atlas.
+serve: venv demo/atlas.zarr
+	@.venv/bin/python -m scgpu_tasks.operate.serve $(if $(PORT),--port $(PORT))
+
+deploy: venv
+	@.venv/bin/prefect --no-prompt deploy --all --prefect-file deployments/prefect.yaml
 
 test:
 	@.ci/run

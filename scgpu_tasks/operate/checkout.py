@@ -35,12 +35,10 @@ def enter_checkout() -> dict[str, str]:
     named = os.environ.get(CHECKOUT)
     folder = Path(named) if named else Path(scgpu_tasks.__file__).parents[1]
     if not (folder / _FLOW).is_file():
-        remedy = (
-            f"correct {CHECKOUT}" if named else f"set {CHECKOUT} to the repository's folder"
-        )
         msg = (
-            f"no {_FLOW} in {folder}: the worker does not find the repository. In the worker's "
-            f"environment, {remedy}, or install the package there with `pip install --editable`"
+            f"no {_FLOW} in {folder}: the worker does not find the repository. Set {CHECKOUT} "
+            "to its folder in the worker's environment, or install the package there with "
+            "`pip install --editable`"
         )
         raise FileNotFoundError(msg)
     folder = folder.resolve()
