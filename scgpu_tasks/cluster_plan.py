@@ -154,6 +154,11 @@ def plan_cluster(
         GPUs to use, as indices or UUIDs (``"0,1"``); by default CUDA_VISIBLE_DEVICES or all.
     protocol
         ``"tcp"`` or ``"ucx"``; by default UCX on GPUs when distributed-ucxx is installed.
+    gpu_share
+        Share of each GPU's memory for RMM's allocator; by default 0.75, and what RMM chooses
+        with `managed_memory`. More than 0.75 needs `managed_memory`.
+    managed_memory
+        RMM pool over managed memory, which may exceed the GPU's.
 
     Returns
     -------
