@@ -53,7 +53,7 @@ def atlas_convert(
     from scgpu_tasks.errors import ScgpuError
     from scgpu_tasks.io.convert import ConvertSpec
     from scgpu_tasks.io.convert.many import match_sources, summary
-    from scgpu_tasks.tasks import convert_source
+    from scgpu_tasks.tasks import convert_source, report_conversions
 
     spec = ConvertSpec(
         csr=csr,
@@ -73,11 +73,15 @@ def atlas_convert(
     }
     results: list[dict[str, Any]] = []
     for source, store in match_sources(src, dst):
-        try:
-            results.append(convert_source(source, store, options))
-        except ScgpuError as error:
-            failure = {"state": "failed", "source": source, "store": store}
-            results.append(failure | {"error": f"{type(error).__name__}: {error}"})
+        state = convert_source(source, store, options, return_state=True)
+        if state.is_completed():
+            results.append(state.result())
+            continue
+        # Whatever it was that stopped this source, the others have their turn.
+        error = state.result(raise_on_failure=False)
+        failure = {"state": "failed", "source": source, "store": store}
+        results.append(failure | {"error": f"{type(error).__name__}: {error}"})
+    report_conversions(results)
     failed = sum(found["state"] == "failed" for found in results)
     if failed:
         msg = f"{failed} of {len(results)} sources failed:\n{summary(results)}"

@@ -17,10 +17,15 @@ from typing import Any
 
 from distributed import KilledWorker
 from prefect import runtime, task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.artifacts import (
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import CachePolicy
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.futures import PrefectFuture
+from prefect.logging import get_run_logger
 from prefect.states import State
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
@@ -281,6 +286,33 @@ def convert_source(source: str, store: str, options: dict[str, Any]) -> dict[str
     if result is None:
         return {"state": "current", "source": source, "store": store}
     return {"state": "converted", "store": store} | result.to_json()
+
+
+def report_conversions(results: list[dict[str, Any]]) -> None:
+    """Show on the flow run's page, and in its log, what became of each source.
+
+    Parameters
+    ----------
+    results
+        Those of `convert_source`, and of sources that failed: ``state``, ``source``, ``store``,
+        ``error``.
+    """
+    from scgpu_tasks.io.convert.many import summary
+
+    rows = []
+    for found in results:
+        row = {name: found[name] for name in ("state", "source", "store")}
+        if found["state"] == "converted":
+            row["MB"] = round(found["stored_bytes"] / 1e6, 1)
+            row["seconds"] = round(found["seconds"], 1)
+        notes = [found["error"]] if "error" in found else found.get("notes", ())
+        rows.append(row | {"notes": " ".join(notes)})
+    states = [found["state"] for found in results]
+    counts = ", ".join(
+        f"{states.count(state)} {state}" for state in ("converted", "current", "failed")
+    )
+    create_table_artifact(rows, key="atlas-conversions", description=counts)
+    get_run_logger().info("%s\n%s", counts, summary(results))
 
 
 class _ProgressArtifact:
