@@ -271,7 +271,8 @@ def start_cluster(scheduler: str | None = None, **options: Any) -> distributed.C
             await super()._close(fast=fast)
             await cluster.close()
 
-    return OwningClient(cluster)
+    client: distributed.Client = OwningClient(cluster)  # type: ignore[no-untyped-call]
+    return client
 
 
 def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Cluster:

@@ -370,7 +370,7 @@ def _open(files: Files, node: Node) -> zarr.Array[Any]:
     try:
         metadata: ArrayMetadata
         if node.zarr_format == 3:
-            metadata = ArrayV3Metadata.from_dict(node.metadata)  # type: ignore[arg-type]
+            metadata = ArrayV3Metadata.from_dict(node.metadata)
         else:
             metadata = ArrayV2Metadata.from_dict(
                 {**node.metadata, "attributes": node.attributes}

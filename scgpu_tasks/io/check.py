@@ -265,7 +265,9 @@ def _of_array(where: str, node: Any) -> tuple[list[Finding], list[ArrayReport]]:
     return list(_findings(where, layout, report, nbytes)), [report]
 
 
-def _zarr_report(where: str, node: zarr.Array, layout: ArrayLayout | Refusal) -> ArrayReport:
+def _zarr_report(
+    where: str, node: zarr.Array[Any], layout: ArrayLayout | Refusal
+) -> ArrayReport:
     shape = tuple(int(n) for n in node.shape)
     chunks = prod(-(-n // c) for n, c in zip(shape, node.chunks, strict=True))
     files = prod(-(-n // c) for n, c in zip(shape, node.shards or node.chunks, strict=True))

@@ -184,9 +184,9 @@ class KvikioCodecPipeline(CodecPipeline):
         if on_gpu(value.as_ndarray_like()):
             batch = _for_host(batch)
             value = cpu.NDBuffer.from_numpy_array(value.as_numpy_array())
-            await self._host_for_gpu().write(batch, value, drop_axes)  # type: ignore[arg-type]
+            await self._host_for_gpu().write(batch, value, drop_axes)
             return
-        await self.fallback.write(batch, value, drop_axes)  # type: ignore[arg-type]
+        await self.fallback.write(batch, value, drop_axes)
 
     async def read(
         self,

@@ -143,7 +143,7 @@ def _product_of_slices(
     """`_product` of axes that have no index arrays; it is the same anywhere in the output."""
     at_origin, begin, key = [], 0, list[Any]()
     for axis in axes:
-        start, step = axis.target  # type: ignore[misc]
+        start, step = axis.target
         begin += 0 if axis.axis is None else int(start) * out_strides[axis.axis]
         at_origin.append(replace(axis, target=(0, step)))
         key.append((axis.count, axis.source, step, axis.axis))

@@ -80,7 +80,7 @@ def copy_strings(
             array[start : start + rows] = read_strings(node, start, start + rows)
 
 
-def read_strings(node: h5py.Dataset | zarr.Array, start: int, stop: int) -> np.ndarray:
+def read_strings(node: h5py.Dataset | zarr.Array[Any], start: int, stop: int) -> np.ndarray:
     """Rows start:stop as Python strings."""
     if isinstance(node, h5py.Dataset):
         return np.asarray(node.asstr()[start:stop], dtype=object)
