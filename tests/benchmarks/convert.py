@@ -1,13 +1,15 @@
 """How fast is convert_zarr, against plain zstd on the same bytes and against anndata?
 
-    python tests/benchmarks/convert.py --cells 200000 --genes 20000
+    python -m tests.benchmarks.convert --cells 200000 --genes 20000
+    python -m tests.benchmarks.convert --nnz 1000000000 --folder /tmp/convert
 
 makes a blosc zarr v2 store and a gzip h5ad of one synthetic atlas (kept in --folder for the
 next time), then runs for each of them, in processes of their own:
 
 - zstd: every chunk of the result compressed again by plain zstd, on as many threads;
-- convert: convert_zarr, with and without verification;
-- anndata: read, then write_zarr with its default settings.
+- convert, verified: convert_zarr, without and with verification;
+- anndata: read, then write_zarr with its default settings (not with --nnz: it takes minutes);
+- gpu: where there is a GPU, the same chunks compressed by nvCOMP, from and to host memory.
 
 Peak memory is the largest resident set of the process. Results are printed as JSON.
 """
@@ -23,37 +25,18 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("blosc.zarr", "gzip.h5ad")
+# As a script this file is no part of a package.
+if __package__:
+    from tests.benchmarks.convert_sources import SOURCES, prepare
+else:
+    from convert_sources import SOURCES, prepare
 
-
-def prepare(folder: Path, cells: int, genes: int) -> None:
-    """Write the two sources, if they are not there from an earlier run."""
-    import anndata as ad
-    import numcodecs
-    import numpy as np
-    import zarr
-
-    from scgpu_tasks.datasets import write_synthetic
-
-    if all((folder / name).exists() for name in SOURCES):
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_synthetic(folder / "synthetic.zarr", cells, genes, overwrite=True)
-    warnings.simplefilter("ignore")
-    adata = ad.read_zarr(folder / "synthetic.zarr")
-    # Most stores out there hold int32.
-    adata.X.indices = adata.X.indices.astype(np.int32)
-    compressor = numcodecs.Blosc("lz4", 5, numcodecs.Blosc.SHUFFLE)
-    root = zarr.open_group(folder / "part", mode="w", zarr_format=2)
-    ad.io.write_elem(root, "/", adata, dataset_kwargs={"compressor": compressor})
-    (folder / "part").rename(folder / SOURCES[0])
-    adata.write_h5ad(folder / "part", compression="gzip")
-    (folder / "part").rename(folder / SOURCES[1])
-    shutil.rmtree(folder / "synthetic.zarr")
+NNZ_PER_CELL = 950
 
 
 def run_convert(source: Path, target: Path, *, workers: int, verify: bool) -> dict[str, Any]:
@@ -73,27 +56,41 @@ def run_convert(source: Path, target: Path, *, workers: int, verify: bool) -> di
 
 def run_zstd(store: Path, *, workers: int, level: int) -> dict[str, Any]:
     """Compress the chunks of a converted store again; reading them is not timed."""
-    import numpy as np
     import pyarrow as pa
     import zarr
 
     codec = pa.Codec("zstd", compression_level=level)
-    seconds, cpu, decoded = 0.0, 0.0, 0
+
+    def compress(chunks: list[Any]) -> int:
+        return sum(len(codec.compress(chunk, asbytes=True)) for chunk in chunks)
+
+    found: dict[str, Any] = {"seconds": 0.0, "cpu_seconds": 0.0, "decoded_bytes": 0}
     X = zarr.open_group(store, mode="r")["X"]
     with ThreadPoolExecutor(workers) as pool:
         for name in ("data", "indices", "indptr"):
-            array = X[name]
-            step = 256 * array.chunks[0]
-            for start in range(0, array.shape[0], step):
-                values = np.asarray(array[start : start + step]).view(np.uint8)
-                size = array.chunks[0] * array.dtype.itemsize
-                chunks = [values[i : i + size] for i in range(0, len(values), size)]
-                begun, cpu_begun = time.perf_counter(), time.process_time()
-                list(pool.map(lambda c: len(codec.compress(c, asbytes=True)), chunks))
+            seconds, stored = 0.0, 0
+            for chunks in _chunks(X[name], 2048):
+                # A few chunks at a time, so that handing them out takes no time.
+                parts = [chunks[i : i + 8] for i in range(0, len(chunks), 8)]
+                begun, cpu = time.perf_counter(), time.process_time()
+                stored += sum(pool.map(compress, parts))
                 seconds += time.perf_counter() - begun
-                cpu += time.process_time() - cpu_begun
-                decoded += len(values)
-    return {"seconds": seconds, "cpu_seconds": cpu, "decoded_bytes": decoded}
+                found["cpu_seconds"] += time.process_time() - cpu
+            found["seconds"] += seconds
+            found["decoded_bytes"] += X[name].nbytes
+            found[name] = {"gb_per_s": X[name].nbytes / seconds / 1e9}
+            found[name]["ratio"] = X[name].nbytes / stored
+    return found
+
+
+def _chunks(array: Any, count: int) -> Iterator[list[Any]]:
+    """Decoded bytes of the chunks of an array, some at a time."""
+    import numpy as np
+
+    size = array.chunks[0] * array.dtype.itemsize
+    for start in range(0, array.shape[0], count * array.chunks[0]):
+        values = np.asarray(array[start : start + count * array.chunks[0]]).view(np.uint8)
+        yield [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def run_anndata(source: Path, target: Path) -> dict[str, Any]:
@@ -108,12 +105,89 @@ def run_anndata(source: Path, target: Path) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - cpu}
 
 
+def run_gpu(store: Path, *, nbytes: int = 2**30) -> dict[str, Any]:
+    """Compress the first chunks of a converted store by nvCOMP, and see that they decode.
+
+    "kernel" is the compression alone; "all" copies the chunks from pinned host memory and the
+    frames, packed, back into it.
+    """
+    import cupy as cp
+    import numcodecs
+    import numpy as np
+    import zarr
+
+    from scgpu_tasks.io import nvcomp
+
+    lib, pack = nvcomp.load(), cp.RawKernel(_PACK, "pack")
+    found: dict[str, Any] = {"nvcomp": ".".join(map(str, lib.version))}
+    X = zarr.open_group(store, mode="r")["X"]
+    for name in ("data", "indices"):
+        size = X[name].chunks[0] * X[name].dtype.itemsize
+        n = min(nbytes // size, X[name].nbytes // size)
+        host = _pinned(n * size)
+        host[:] = np.asarray(X[name][: n * X[name].chunks[0]]).view(np.uint8)
+        room = lib.max_encoded_nbytes(size) + 7 & ~7
+        back, device = _pinned(n * room), cp.empty(n * size, cp.uint8)
+        frames, packed = cp.empty(n * room, cp.uint8), cp.empty(n * room, cp.uint8)
+        sizes, lengths = cp.full(n, size, cp.uint64), cp.zeros(n, cp.uint64)
+        statuses = cp.zeros(n, cp.int32)
+        steps = cp.arange(n, dtype=cp.uint64)
+        sources, targets = device.data.ptr + steps * size, frames.data.ptr + steps * room
+        stream = cp.cuda.get_current_stream()
+        scratch = cp.empty(lib.encode_temp_nbytes(n, size, stream.ptr), cp.uint8)
+        best = {"kernel": np.inf, "all": np.inf}
+        for _ in range(3):
+            stream.synchronize()
+            begun = time.perf_counter()
+            device.set(host)
+            stream.synchronize()
+            copied = time.perf_counter()
+            lib.encode(
+                sources.data.ptr, sizes.data.ptr, size, n, scratch.data.ptr, scratch.nbytes,
+                targets.data.ptr, lengths.data.ptr, statuses.data.ptr, stream.ptr,
+            )  # fmt: skip
+            stream.synchronize()
+            best["kernel"] = min(best["kernel"], time.perf_counter() - copied)
+            ends = cp.cumsum(lengths)
+            pack((n,), (256,), (frames, cp.uint64(room), lengths, ends, packed))
+            total = int(ends[-1])
+            packed[:total].get(out=back[:total])
+            best["all"] = min(best["all"], time.perf_counter() - begun)
+        ends_host = [0, *ends.get().tolist()]
+        for i in range(0, n, max(1, n // 50)):
+            frame = back[ends_host[i] : ends_host[i + 1]].tobytes()
+            assert numcodecs.Zstd().decode(frame) == host[i * size : (i + 1) * size].tobytes()
+        assert not statuses.any()
+        found[name] = {f"gb_per_s, {k}": n * size / v / 1e9 for k, v in best.items()}
+        found[name] |= {"ratio": n * size / total, "scratch_gb": scratch.nbytes / 1e9}
+    return found
+
+
+_PACK = """extern "C" __global__ void pack(
+    const unsigned char* from, unsigned long long room, const unsigned long long* lengths,
+    const unsigned long long* ends, unsigned char* to)
+{
+    unsigned long long n = lengths[blockIdx.x], start = ends[blockIdx.x] - n;
+    for (unsigned long long i = threadIdx.x; i < n; i += blockDim.x)
+        to[start + i] = from[blockIdx.x * room + i];
+}"""
+
+
+def _pinned(nbytes: int) -> Any:
+    import cupy as cp
+    import numpy as np
+
+    return np.frombuffer(cp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+
 def measure(what: str, source: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one measurement in a process of its own; adds its peak memory in GB."""
     arguments = [sys.executable, __file__, "--one", what, "--source", str(source)]
     arguments += ["--folder", str(options.folder), "--workers", str(options.workers)]
+    arguments += ["--cells", str(options.cells), "--genes", str(options.genes)]
     answer = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(answer.stdout)
+    print(f"{source.name}, {what}: {json.dumps(found)}", file=sys.stderr, flush=True)
     return found
 
 
@@ -122,16 +196,42 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     target, workers = options.folder / "target.zarr", options.workers
     source = Path(options.source)
     match options.one:
+        case "prepare":
+            begun = time.perf_counter()
+            prepare(options.folder, options.cells, options.genes)
+            found: dict[str, Any] = {"seconds": time.perf_counter() - begun}
         case "convert":
             found = run_convert(source, target, workers=workers, verify=False)
         case "verified":
             found = run_convert(source, target, workers=workers, verify=True)
         case "zstd":
             found = run_zstd(target, workers=workers, level=3)
+        case "gpu":
+            found = run_gpu(target)
         case _:
             found = run_anndata(source, options.folder / "anndata.zarr")
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return found | {"peak_gb": usage.ru_maxrss * 1024 / 1e9}
+
+
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    """What the measurements of one source say of each other."""
+    rates = {
+        what: found[what]["decoded_bytes"] / found[what]["seconds"]
+        for what in ("convert", "zstd")
+    }
+    result = {
+        "rate of plain zstd": rates["convert"] / rates["zstd"],
+        # On a busy machine wall time says little.
+        "processor time of plain zstd": found["zstd"]["cpu_seconds"]
+        / found["convert"]["cpu_seconds"],
+        "verification": found["verified"]["seconds"] / found["convert"]["seconds"] - 1,
+    }
+    if "anndata" in found:
+        ours, theirs = found["verified"], found["anndata"]
+        result["time of anndata"] = ours["seconds"] / theirs["seconds"]
+        result["memory of anndata"] = ours["peak_gb"] / theirs["peak_gb"]
+    return result
 
 
 def main() -> None:
@@ -139,6 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", type=int, default=200_000)
     parser.add_argument("--genes", type=int, default=20_000)
+    parser.add_argument("--nnz", type=int, help="about so many values, in place of --cells")
     parser.add_argument("--folder", type=Path, default=Path("build/benchmark-convert"))
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -147,27 +248,24 @@ def main() -> None:
     if options.one:
         print(json.dumps(one(options)))
         return
-    prepare(options.folder, options.cells, options.genes)
-    report: dict[str, Any] = {"workers": options.workers}
+    whats = ["convert", "zstd", "verified", "anndata"]
+    if options.nnz:
+        options.cells, whats = options.nnz // NNZ_PER_CELL, whats[:3]
+    report: dict[str, Any] = {
+        "workers": options.workers,
+        "cells": options.cells,
+        "genes": options.genes,
+        # A child's peak is never below what its parent held when it was started.
+        "prepare": measure("prepare", options.folder, options),
+    }
     for name in SOURCES:
         source = options.folder / name
-        found = {
-            what: measure(what, source, options)
-            for what in ("convert", "zstd", "verified", "anndata")
-        }
-        plain = found["zstd"]["decoded_bytes"] / found["zstd"]["seconds"]
-        ours = found["convert"]["decoded_bytes"] / found["convert"]["seconds"]
-        found["ratios"] = {
-            "rate of plain zstd": ours / plain,
-            # On a busy machine wall time says little.
-            "processor time of plain zstd": found["zstd"]["cpu_seconds"]
-            / found["convert"]["cpu_seconds"],
-            "time of anndata": found["verified"]["seconds"] / found["anndata"]["seconds"],
-            "memory of anndata": found["verified"]["peak_gb"] / found["anndata"]["peak_gb"],
-            "verification": found["verified"]["seconds"] / found["convert"]["seconds"] - 1,
-        }
-        report[name] = found
-    print(json.dumps(report, indent=1))
+        found = {what: measure(what, source, options) for what in whats}
+        report[name] = found | {"ratios": ratios(found)}
+    print(json.dumps(report, indent=1), flush=True)
+    if shutil.which("nvidia-smi"):
+        found = measure("gpu", options.folder / SOURCES[0], options)
+        print(json.dumps({"gpu": found}, indent=1))
 
 
 if __name__ == "__main__":

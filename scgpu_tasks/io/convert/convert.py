@@ -142,22 +142,21 @@ def convert_zarr(
     # What is not there now, or cannot be compared, is not to be replaced later either.
     only_untouched = overwrite == "untouched" and Path(target).exists()
     may = overwrite is True or only_untouched
-    folder.check(absolute(src), overwrite=may)
+    folder.check(absolute(src), overwrite=may or folder.was_published())
     if only_untouched:
         require_untouched(target, absolute(src))
     with open_source(src) as source, folder as work:
         conversion = _Conversion(source, work, spec, verify=verify)
         try:
-            done = conversion.run(workers, progress)
-            if source.stamp() != conversion.stamp:
-                msg = (
-                    f"{source.path} changed while it was converted, so {target} was not made; "
-                    "run the same command again once nobody writes to the source"
-                )
-                raise StoreError(msg)
-            if only_untouched:
-                require_untouched(target, absolute(src))
-            work.publish(overwrite=may)
+            done = work.finish_earlier(conversion.key)
+            if done is None:
+                work.check(absolute(src), overwrite=may)
+                done = conversion.run(workers, progress)
+                conversion.require_same_source()
+                if only_untouched:
+                    require_untouched(target, absolute(src))
+                work.note_end(done | {"shards_reused": done["shards"]})
+                work.publish(overwrite=may)
         except ScgpuError:
             raise
         except OSError as error:
@@ -212,12 +211,10 @@ class _Conversion:
         self.values = self.worker.values
         check_matrices(self.values)
 
-    def run(
-        self, threads: int | None, progress: Callable[[Progress], None] | None
-    ) -> dict[str, Any]:
-        """Write everything that is missing; the store is complete then, but for its name."""
-        work = self.work
-        key = {
+    @property
+    def key(self) -> dict[str, Any]:
+        """All that decides the bytes of the store."""
+        return {
             "source": self.source.path,
             "the source's content": self.stamp,
             "options": self.spec.to_json() | {"verify": self.verify},
@@ -225,7 +222,22 @@ class _Conversion:
             "scgpu_tasks": scgpu_tasks.__version__,
             "zarr": zarr.__version__,
         }
-        finished = self._finished() if work.begin(key) else {}
+
+    def require_same_source(self) -> None:
+        """Refuse a source that somebody wrote to meanwhile."""
+        if self.source.stamp() != self.stamp:
+            msg = (
+                f"{self.source.path} changed while it was converted, so {self.work.target} was "
+                "not made; run the same command again once nobody writes to the source"
+            )
+            raise StoreError(msg)
+
+    def run(
+        self, threads: int | None, progress: Callable[[Progress], None] | None
+    ) -> dict[str, Any]:
+        """Write everything that is missing; the store is complete then, but for its name."""
+        work = self.work
+        finished = self._finished() if work.begin(self.key) else {}
         self.values.update_plan()
         jobs = [job for job in all_jobs(self.values.plan) if job.key not in finished]
         check_space(self.values, jobs, work, self.spec)

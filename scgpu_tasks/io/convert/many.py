@@ -14,7 +14,7 @@ from scgpu_tasks.io.convert.convert import ConvertResult, convert_zarr, is_curre
 from scgpu_tasks.io.convert.manifest import read_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.progress import Progress
-from scgpu_tasks.io.convert.work import SUFFIX
+from scgpu_tasks.io.convert.work import SUFFIX, clear_finished
 from scgpu_tasks.io.source import absolute, is_url
 
 _SUFFIXES = (".h5ad", ".zarr", ".zip")
@@ -91,6 +91,8 @@ def convert_if_changed(
     None where the store is current already.
     """
     if not overwrite and is_current(src, dst, spec):
+        if not is_url(absolute(dst)):
+            clear_finished(Path(absolute(dst)))
         return None
     there = read_manifest(absolute(dst)) is not None
     result = convert_zarr(

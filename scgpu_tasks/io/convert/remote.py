@@ -13,6 +13,7 @@ import google_crc32c
 
 from scgpu_tasks.errors import CorruptChunkError, OutputError, ParameterError, ScgpuError
 from scgpu_tasks.io.convert.encode import file_crc32c
+from scgpu_tasks.io.convert.manifest import manifest_path
 from scgpu_tasks.io.convert.work import WorkFolder
 from scgpu_tasks.io.source import filesystem
 
@@ -63,6 +64,21 @@ class RemoteFolder(WorkFolder):
             )
             raise OutputError(msg)
 
+    @property
+    def target(self) -> str:
+        """URL of the finished store."""
+        return self.url
+
+    def was_published(self) -> bool:
+        """Whether what is at the URL is the local copy, whose root document goes last."""
+        manifest = manifest_path(self.store)
+        if self._note_of_end() is None or manifest is None:
+            return False
+        return all(self._is_there(path) for path in (self.store / _ROOT, manifest))
+
+    def _is_whole(self) -> bool:
+        return True
+
     def publish(self, *, overwrite: bool) -> None:
         """Upload the finished store, and remove the local copy.
 
@@ -98,12 +114,11 @@ class RemoteFolder(WorkFolder):
         yield from found
 
     def _upload(self, path: Path) -> None:
-        target = f"{self._path}/{path.relative_to(self.store)}"
-        size, checksum = file_crc32c(path)
-        if self._fs.exists(target) and self._same(target, size, checksum):
+        if self._is_there(path):
             return
+        target = self._place(path)
         self._fs.pipe_file(target, path.read_bytes())
-        if self._verify and not self._same(target, size, checksum):
+        if self._verify and not self._same(target, *file_crc32c(path)):
             msg = (
                 "what was uploaded is not what is there now; run the same command again: it "
                 "uploads what is missing"
@@ -111,6 +126,13 @@ class RemoteFolder(WorkFolder):
             raise CorruptChunkError(
                 msg, store=self.url, shard=str(path.relative_to(self.store))
             )
+
+    def _place(self, path: Path) -> str:
+        return f"{self._path}/{path.relative_to(self.store)}"
+
+    def _is_there(self, path: Path) -> bool:
+        target = self._place(path)
+        return bool(self._fs.exists(target)) and self._same(target, *file_crc32c(path))
 
     def _same(self, target: str, size: int, checksum: str) -> bool:
         if self._fs.info(target)["size"] != size:

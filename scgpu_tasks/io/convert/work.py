@@ -19,8 +19,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from scgpu_tasks.errors import OutputError, ParameterError
+from scgpu_tasks.io.convert.audit import verify_store
+from scgpu_tasks.io.convert.encode import file_crc32c
+from scgpu_tasks.io.convert.manifest import manifest_path
 
 SUFFIX = ".converting"
+_REPLACED = "replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -40,8 +44,14 @@ class WorkFolder:
         self.scratch = self.root / "scratch"
         self._journal = self.root / "journal.jsonl"
         self._plan = self.root / "plan.json"
+        self._finished = self.root / "finished.json"
         self._lock: int | None = None
         self.notes: list[str] = []
+
+    @property
+    def target(self) -> str:
+        """Path or URL of the finished store."""
+        return str(self.dst)
 
     def check(self, src: str, *, overwrite: bool) -> None:
         """Refuse a destination that would harm the source or something else.
@@ -59,6 +69,7 @@ class WorkFolder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._acquire()
+            self._put_back()
         except OutputError:
             raise
         except OSError as error:
@@ -82,6 +93,12 @@ class WorkFolder:
             return False
         kept = (path for path in (self.root / "prepared").rglob("*") if path.is_file())
         return bool(self.journal()) or any(True for _ in kept)
+
+    def _put_back(self) -> None:
+        """Return the store that was about to be replaced when an earlier run was killed."""
+        old = self.root / _REPLACED
+        if old.exists() and not os.path.lexists(self.dst):
+            old.rename(self.dst)
 
     def _refusal(self, error: OSError) -> OutputError:
         if error.errno == errno.EROFS:
@@ -140,15 +157,58 @@ class WorkFolder:
                 "an unfinished conversion was started anew: changed since then: "
                 + ", ".join(changed)
             )
-        for path in self.root.iterdir():
-            if path.name == "lock":
-                continue
-            remove(path)
+        self._clear()
         self.store.mkdir()
-        part = self._plan.with_suffix(".part")
-        part.write_text(json.dumps(plan))
-        part.replace(self._plan)
+        write_json(self._plan, plan)
         return False
+
+    def _clear(self) -> None:
+        """Remove all but the lock."""
+        for path in self.root.iterdir():
+            if path.name != "lock":
+                remove(path)
+
+    def was_published(self) -> bool:
+        """Whether a run that put its store in place was killed before it had tidied up."""
+        note = self._note_of_end()
+        return note is not None and note["manifest"] == manifest_crc32c(self.dst)
+
+    def finish_earlier(self, plan: dict[str, Any]) -> dict[str, Any] | None:
+        """Do what is left to do for a run of the same plan whose store is in place.
+
+        Returns
+        -------
+        What that run found; None where there is none, or its store was changed since.
+        """
+        note = self._note_of_end()
+        if note is None or not self.was_published():
+            return None
+        if note["plan"] == plan and self._is_whole():
+            self.notes.append(
+                "an earlier run had finished this store and was stopped before it removed its "
+                "work folder; that was all there was to do"
+            )
+            self.discard()
+            return dict(note["result"])
+        # What is there has been used, or is the store that was replaced.
+        self._clear()
+        return None
+
+    def _is_whole(self) -> bool:
+        return not verify_store(self.dst)
+
+    def _note_of_end(self) -> dict[str, Any] | None:
+        try:
+            note: dict[str, Any] = json.loads(self._finished.read_text())
+        except (OSError, ValueError):
+            return None
+        return note
+
+    def note_end(self, result: dict[str, Any]) -> None:
+        """Note that the store is complete, and what a next run is to say if this one dies."""
+        plan = json.loads(self._plan.read_text())
+        end = {"plan": plan, "manifest": manifest_crc32c(self.store), "result": result}
+        write_json(self._finished, end)
 
     def journal(self) -> list[dict[str, Any]]:
         """Return what was noted so far; a line cut short by a crash is left out."""
@@ -189,8 +249,7 @@ class WorkFolder:
             msg = f"{self.dst} appeared during the conversion; remove it, or allow overwriting"
             raise OutputError(msg)
         elif not _exchange(self.store, self.dst):
-            old = self.root / "replaced"
-            self.dst.rename(old)
+            self.dst.rename(self.root / _REPLACED)
             self.store.rename(self.dst)
         sync_folder(self.dst.parent)
         self.discard()
@@ -207,6 +266,29 @@ def _exchange(a: Path, b: Path) -> bool:
         return False
     paths = (os.fsencode(a), os.fsencode(b))
     return renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
+
+
+def clear_finished(dst: Path) -> None:
+    """Remove the work folder of a run that was killed after its store was in place."""
+    folder = WorkFolder(dst)
+    if folder.was_published():
+        # Whoever holds the lock is about to do the same.
+        with contextlib.suppress(OutputError), folder:
+            if folder.was_published():
+                folder.discard()
+
+
+def manifest_crc32c(store: Path) -> str | None:
+    """CRC-32C of the manifest of a store, which differs with any file of it."""
+    path = manifest_path(store)
+    return file_crc32c(path)[1] if path is not None and path.exists() else None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a document that is there whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content))
+    part.replace(path)
 
 
 def remove(path: Path) -> None:
