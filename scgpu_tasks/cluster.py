@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 WORKER_PRELOAD = "scgpu_tasks.cluster_workers"
 # Dask's own default is to wait for a worker for ever.
 NO_WORKERS_SECONDS = 300
+# Dask looks for a worker that died 15 s later, and gives it up for good if it is not there just
+# then: on a busy machine it may still be starting, or be starting again. Nannies never give up.
+LOST_WORKER_SECONDS = 365 * 24 * 3600
 # For mallopt(3). 32 MiB is the most that it takes for the first.
 WORKER_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": 32 * 2**20, "MALLOC_TOP_PAD_": 64 * 2**20}
 
@@ -281,6 +284,9 @@ def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Clust
     # Before its settings are changed: it adds its own, which would go with the change.
     import distributed  # noqa: F401
 
+    dask.config.update_defaults(
+        {"distributed": {"deploy": {"lost-worker-timeout": f"{LOST_WORKER_SECONDS}s"}}}
+    )
     # Nannies and workers are children of this process and inherit its environment; they are
     # as quiet as it is.
     with (

@@ -190,7 +190,8 @@ def _holders(nvml: Any, handle: Any) -> str:
 
 
 def total_bytes(device: str) -> int:
-    """Memory of a GPU, by its UUID."""
+    """Memory of a GPU that programs may have, by its UUID: all but what the driver reserves."""
     nvml = _packages()
     handle = nvml.nvmlDeviceGetHandleByUUID(device)
-    return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    return int(memory.total - memory.reserved)
