@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from distributed import KilledWorker
 from prefect import runtime, task
 from prefect.artifacts import (
+    create_markdown_artifact,
     create_progress_artifact,
-    create_table_artifact,
     update_progress_artifact,
 )
 from prefect.cache_policies import CachePolicy
@@ -261,7 +262,11 @@ def _topic() -> str:
     return f"scgpu-progress-{runtime.flow_run.id}"
 
 
-@task(name="convert-source", task_run_name="{source}")
+def _source_name() -> str:
+    return Path(runtime.task_run.parameters["source"]).name
+
+
+@task(name="convert-source", task_run_name=_source_name)
 def convert_source(source: str, store: str, options: dict[str, Any]) -> dict[str, Any]:
     """Convert one source if it is new or changed; shows a progress artifact.
 
@@ -298,21 +303,13 @@ def report_conversions(results: list[dict[str, Any]]) -> None:
         ``error``.
     """
     from scgpu_tasks.io.convert.many import summary
+    from scgpu_tasks.records.conversions import conversions_page, counts
 
-    rows = []
-    for found in results:
-        row = {name: found[name] for name in ("state", "source", "store")}
-        if found["state"] == "converted":
-            row["MB"] = round(found["stored_bytes"] / 1e6, 1)
-            row["seconds"] = round(found["seconds"], 1)
-        notes = [found["error"]] if "error" in found else found.get("notes", ())
-        rows.append(row | {"notes": " ".join(notes)})
-    states = [found["state"] for found in results]
-    counts = ", ".join(
-        f"{states.count(state)} {state}" for state in ("converted", "current", "failed")
+    title = counts(results)
+    create_markdown_artifact(
+        conversions_page(results), key="atlas-conversions", description=title
     )
-    create_table_artifact(rows, key="atlas-conversions", description=counts)
-    get_run_logger().info("%s\n%s", counts, summary(results))
+    get_run_logger().info("%s\n%s", title, summary(results))
 
 
 class _ProgressArtifact:
