@@ -18,6 +18,7 @@ from scgpu_tasks.errors import FormatError, MissingPackageError, ParameterError
 from scgpu_tasks.io.arrays import DECODE_ERRORS, REWRITE
 from scgpu_tasks.io.elements import Files, open_files, read_node
 from scgpu_tasks.io.rows import open_rows
+from scgpu_tasks.io.strings import read_element
 
 _HOST_BUFFERS = {"buffer": "zarr.buffer.cpu.Buffer", "ndbuffer": "zarr.buffer.cpu.NDBuffer"}
 
@@ -160,7 +161,7 @@ def _read(root: zarr.Group, name: str) -> Any:
     with warnings.catch_warnings():
         # Old stores are welcome.
         warnings.filterwarnings("ignore", message=".* was written without encoding")
-        table = ad.io.read_elem(root[name])
+        table = read_element(root[name])
     if isinstance(table, np.ndarray) and table.dtype.names:
         return _from_records(table, root)
     return table
