@@ -32,7 +32,7 @@ MODULES = (
     ".io.switch",
 )
 # Everything that these modules define and do not hide.
-WHOLE_MODULES = (".specs", ".errors", ".datasets")
+WHOLE_MODULES = (".specs", ".errors")
 
 
 def load(name: str) -> Any:
