@@ -66,6 +66,15 @@ def test_zarr_finds_the_codec_pipeline_and_its_module_is_light() -> None:
     assert not loaded & {*GPU, "prefect", "dask", "distributed", "anndata", "numba"}
 
 
+def test_zarr_loads_the_codec_pipeline_in_less_than_a_tenth_of_a_second() -> None:
+    # zarr loads every pipeline that is registered, on machines without a GPU as well.
+    code = (
+        "import time, zarr; start = time.process_time(); import scgpu_tasks.io.pipeline;"
+        "print(time.process_time() - start)"
+    )
+    assert min(float(run_python(code).stdout) for _ in range(3)) < 0.1
+
+
 def test_the_console_command_is_there_and_explains_itself() -> None:
     (entry,) = metadata.entry_points(group="console_scripts", name="scgpu-tasks")
     code = f"import sys; from {entry.module} import {entry.attr} as m; sys.exit(m(['--help']))"
