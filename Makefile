@@ -33,7 +33,7 @@ serve: venv demo/atlas.zarr
 	@.venv/bin/python -m scgpu_tasks.operate.serve $(if $(PORT),--port $(PORT))
 
 deploy: venv
-	@.venv/bin/prefect --no-prompt deploy --all --prefect-file deployments/prefect.yaml
+	@.venv/bin/prefect --no-prompt deploy --all --prefect-file $(or $(FILE),deployments/prefect.yaml)
 
 test:
 	@.ci/run

@@ -20,6 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "SCGPU_TEST_OPERATOR"
+PATIENCE = 240.0
+"""Seconds for what takes a few on a machine that does nothing else."""
 # So that a test need not wait as long as an operator may.
 IMPATIENT = {
     "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",
@@ -28,6 +30,10 @@ IMPATIENT = {
     "PREFECT_WORKER_QUERY_SECONDS": "1",
     "PREFECT_RUNNER_POLL_FREQUENCY": "1",
 }
+
+# Set by tests/deployments/postgres.sh, which also has the server ask who is there.
+DATABASE = os.environ.get("SCGPU_TEST_DATABASE")
+AUTH = ("operator", "secret") if DATABASE else None
 
 
 def free_port() -> int:
@@ -57,6 +63,10 @@ class Operator:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
         home = {"PREFECT_HOME": str(folder / "home"), TOKEN: self.token}
         self.environment = {**clean, **home, **IMPATIENT, **environment}
+        if DATABASE and AUTH:
+            self.environment["PREFECT_API_DATABASE_CONNECTION_URL"] = DATABASE
+            for name in ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"):
+                self.environment[name] = ":".join(AUTH)
         self.said = folder / "serve.log"
         self._serve: subprocess.Popen[bytes] | None = None
 
@@ -72,7 +82,7 @@ class Operator:
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
-        self.wait_for(lambda: "Ctrl-C here stops" in self.said.read_text(), 120, "serving")
+        self.wait_for(lambda: "Ctrl-C here stops" in self.said.read_text(), PATIENCE, "serving")
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         """Send a signal to `serve` and return its exit code."""
@@ -91,19 +101,19 @@ class Operator:
             env={**self.environment, "PREFECT_API_URL": f"{self.ui}/api", "COLUMNS": "200"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
             check=False,
         )
 
     def api(self, path: str, body: Any) -> Any:
         """Ask the server."""
-        answer = httpx.post(f"{self.ui}/api/{path}", json=body, timeout=30)
+        answer = httpx.post(f"{self.ui}/api/{path}", json=body, auth=AUTH, timeout=30)
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
     def deployment(self, name: str) -> dict[str, Any]:
         """Return what the server knows of FLOW/DEPLOYMENT."""
-        answer = httpx.get(f"{self.ui}/api/deployments/name/{name}", timeout=30)
+        answer = httpx.get(f"{self.ui}/api/deployments/name/{name}", auth=AUTH, timeout=30)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from scgpu_tasks.cluster import start_cluster
 from scgpu_tasks.io.check import check
-from tests.deployments.conftest import Operator
+from tests.deployments.conftest import PATIENCE, Operator
 
 SMALL = ("-p", "device=cpu", "-p", "min_genes=20", "-p", "n_top_genes=200")
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -102,7 +102,7 @@ def test_the_schedule_fires_and_a_damaged_source_fails_alone(
     def ended() -> list[dict[str, Any]]:
         return [r for r in operator.runs("atlas-convert") if r["state_type"] in FINAL]
 
-    (run,) = operator.wait_for(ended, 60, "scheduled conversion")
+    (run,) = operator.wait_for(ended, PATIENCE, "scheduled conversion")
     assert run["auto_scheduled"]
     assert run["state_type"] == "FAILED"
     assert "1 of 3 sources failed" in run["state"]["message"]
@@ -126,10 +126,12 @@ def test_cancelling_a_run_stops_its_work_and_its_record_says_so(
         ids = [r for r in operator.records(out) if r["run_id"] == run]
         return [r for r in ids if r["stages"]["check"]["state"] != "pending"]
 
-    operator.wait_for(record, 60, "first stage")
+    operator.wait_for(record, PATIENCE, "first stage")
     operator.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
-    operator.wait_for(lambda: operator.run(run)["state_type"] == "CANCELLED", 60, "cancelled")
-    operator.wait_for(lambda: not engines(), 20, "end of the run's processes")
+    operator.wait_for(
+        lambda: operator.run(run)["state_type"] == "CANCELLED", PATIENCE, "cancelled"
+    )
+    operator.wait_for(lambda: not engines(), PATIENCE, "end of the run's processes")
     assert record()[0]["state"] == "cancelled"
 
 
