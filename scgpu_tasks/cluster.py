@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
@@ -149,10 +150,6 @@ def make_cluster(
         **options,
         "preload": [WORKER_PRELOAD, *options.get("preload", ())],
     }
-    if settings.pop("processes", True):
-        settings["death_timeout"] = timeout
-    else:
-        settings["processes"] = False
     if plan.device == "gpu":
         settings |= _gpu_settings(plan, managed_memory=managed_memory)
     cluster = _start(plan, settings, timeout)
@@ -299,38 +296,64 @@ def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Clust
         ),
         _quiet_environment(),
     ):
-        before = set(multiprocessing.active_children())
+        starting = _Starting(timeout)
         try:
             cluster = _cluster_class(plan)(**settings)
-        except (OSError, RuntimeError, ValueError, TypeError, TimeoutError) as error:
-            _end(set(multiprocessing.active_children()) - before)
-            raise ClusterError(_why_not(plan, error, timeout)) from error
+        except (OSError, RuntimeError, ValueError, TypeError) as error:
+            starting.end()
+            raise ClusterError(_why_not(plan, error, starting)) from error
         except BaseException:
-            _end(set(multiprocessing.active_children()) - before)
+            starting.end()
             raise
+        finally:
+            starting.done()
     return cluster
 
 
-def _end(processes: set[Any]) -> None:
-    """End workers of a cluster that did not come up."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join(5)
+class _Starting:
+    """The processes that start while a cluster does; ended where it takes them too long.
+
+    Dask would wait for a worker that hangs, in a driver or a module it imports, for ever.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.late = False
+        self._before = set(multiprocessing.active_children())
+        self._timer = threading.Timer(timeout, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _give_up(self) -> None:
+        self.late = True
+        self.end()
+
+    def end(self) -> None:
+        """End them."""
+        started = set(multiprocessing.active_children()) - self._before
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join(5)
+
+    def done(self) -> None:
+        """Watch no longer."""
+        self._timer.cancel()
 
 
-def _why_not(plan: ClusterPlan, error: BaseException, timeout: float) -> str:
-    late = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
-    reason = (
-        f"its workers were not up within {timeout:.0f} s; timeout= gives them longer"
-        if late
-        else f"{_last_line(error)}. What the workers say of it is above"
-    )
-    return (
-        f"the Dask cluster did not start ({plan}): {reason}. A script that starts one needs "
-        '`if __name__ == "__main__":` around its work, because every worker process imports '
-        "the script again"
-    )
+def _why_not(plan: ClusterPlan, error: BaseException, starting: _Starting) -> str:
+    if starting.late:
+        reason = (
+            f"its workers were not up within {starting.timeout:.0f} s; timeout= gives them "
+            "longer, and local_directory= a faster disk than that of the temporary folder"
+        )
+    else:
+        reason = (
+            f"{_last_line(error)}. What the workers say of it is above. A script that starts "
+            'one needs `if __name__ == "__main__":` around its work, because every worker '
+            "process imports the script again"
+        )
+    return f"the Dask cluster did not start ({plan}): {reason}"
 
 
 def _allocator_settings() -> dict[str, int]:

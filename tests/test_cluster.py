@@ -184,6 +184,61 @@ def test_a_taken_port_is_refused_naming_the_option_and_leaves_no_process(option)
     assert set(children_of(os.getpid())) <= before
 
 
+def test_an_address_that_is_not_this_machines_is_refused():
+    with pytest.raises(ClusterError, match=r"host: cannot listen on 203\.0\.113\.7:0"):
+        make_cluster("cpu", host="203.0.113.7")
+
+
+PERMISSION = """
+import os, sys
+import distributed  # before this user may read nothing more
+from scgpu_tasks.cluster import make_cluster
+from scgpu_tasks.errors import OutputError
+if __name__ == "__main__":
+    if os.getuid() == 0:
+        os.setuid(65534)
+    try:
+        make_cluster("cpu", local_directory=sys.argv[1])
+    except OutputError as error:
+        print(error)
+"""
+
+
+def test_a_folder_that_workers_may_not_write_to_is_refused(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    done = subprocess.run(
+        [sys.executable, "-c", PERMISSION, closed],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    expected = f"local_directory: workers cannot write to {closed} (Permission denied); name"
+    assert done.stdout.startswith(expected), done.stderr
+
+
+def new_children(before):
+    """Processes that this one has started since, and that are still there after a while."""
+    known = {process.pid for process in before}
+    return wait_until_gone([p for p in children_of(os.getpid()) if p.pid not in known])
+
+
+def test_workers_that_fail_as_they_start_are_an_error_and_leave_no_process(tmp_path):
+    before = children_of(os.getpid())
+    with pytest.raises(ClusterError, match=r"did not start .*No module named 'no_such_thing'"):
+        make_cluster("cpu", workers=2, threads=1, preload=["no_such_thing"])
+    assert new_children(before) == []
+
+
+def test_workers_that_do_not_start_in_time_are_an_error_and_leave_no_process(tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\ndef dask_setup(worker):\n    time.sleep(600)\n")
+    before = children_of(os.getpid())
+    with pytest.raises(ClusterError, match="were not up within 3 s; timeout= gives them"):
+        make_cluster("cpu", workers=1, threads=1, preload=[str(slow)], timeout=3)
+    assert new_children(before) == []
+
+
 def test_closing_the_client_ends_the_workers():
     client = start_cluster(device="cpu", workers=1, threads=1)
     workers = [psutil.Process(pid) for pid in client.run(os.getpid).values()]
@@ -207,6 +262,44 @@ def test_a_script_without_a_main_guard_ends_with_advice_and_no_process(tmp_path)
         for p in psutil.process_iter(["cmdline"])
         if str(tmp_path) in " ".join(p.info["cmdline"] or ())
     ]
+
+
+def test_a_spawned_process_that_may_have_no_children_is_told_so(tmp_path):
+    done = run_script(
+        tmp_path / "pool.py",
+        """
+        import multiprocessing
+        from scgpu_tasks.cluster import start_cluster
+        def start(_):
+            start_cluster(device="cpu", workers=1)
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                pool.map(start, [0])
+        """,
+    )
+    assert done.returncode == 1
+    assert "ClusterError: this process is itself a worker of multiprocessing" in done.stderr
+    assert "inside a Dask task, the stages find" in done.stderr
+
+
+def test_a_spawned_process_that_imports_an_unguarded_script_is_told_so(tmp_path):
+    done = run_script(
+        tmp_path / "spawning.py",
+        """
+        import multiprocessing
+        from scgpu_tasks.cluster import start_cluster
+        def work():
+            print("worked")
+        if multiprocessing.current_process().name == "MainProcess":
+            process = multiprocessing.get_context("spawn").Process(target=work)
+            process.start()
+            process.join()
+        else:
+            start_cluster(device="cpu", workers=1)
+        """,
+    )
+    assert "ClusterError: a cluster is being started while a worker process" in done.stderr
+    assert done.stdout == ""
 
 
 def test_workers_end_when_the_process_that_started_them_is_killed(tmp_path):
