@@ -135,9 +135,9 @@ async def _complete(flow: str, profile: str | None) -> str:
     if profile is not None:
         chosen = use_profile(profile, override_environment_variables=True)
     with chosen:
-        client = get_client()
         try:
-            async with client:
+            async with get_client() as client:
+                server = str(client.api_url)
                 own = FlowFilter(name=FlowFilterName(any_=[flow]))
                 deployments = await client.read_deployments(flow_filter=own)
                 found = [f"{flow}/{deployment.name}" for deployment in deployments]
@@ -148,7 +148,7 @@ async def _complete(flow: str, profile: str | None) -> str:
                 "server or correct PREFECT_API_URL. With FLOW/DEPLOYMENT nothing is looked up."
             )
             raise LookupError(msg) from error
-    return choose(flow, found, others, str(client.api_url))
+    return choose(flow, found, others, server)
 
 
 async def _all_deployments(client: Any) -> list[str]:
