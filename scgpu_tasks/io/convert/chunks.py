@@ -133,9 +133,9 @@ def decode_blosc(data: Bytes, size: int) -> Bytes:
             f"instead of {size}"
         )
         raise ValueError(msg)
-    out = bytearray(size)
+    out = np.empty(size, np.uint8)
     blosc.decompress(data, out)
-    return out
+    return out.data
 
 
 def decode_zstd(data: Bytes, size: int) -> Bytes:

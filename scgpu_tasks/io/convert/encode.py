@@ -81,13 +81,16 @@ def write_file(
         for start, stop in pieces(layout, box[0].start, box[0].stop):
             values = rows(start, stop)
             decoded += values.nbytes
+            frames, place = [], out.size
             for at in range(0, stop - start, layout.chunk[0]):
                 part = values[at : at + layout.chunk[0]]
                 row = (start + at - box[0].start) // layout.chunk[0]
                 for rest in np.ndindex(*grid[1:]):
                     frame = compress(_chunk(part, rest, layout), level)
-                    index[(row, *rest)] = (out.size, len(frame))
-                    out(frame)
+                    index[(row, *rest)] = (place, len(frame))
+                    frames.append(frame)
+                    place += len(frame)
+            out(b"".join(frames))
         if layout.shard:
             table = index.tobytes()
             out(table)

@@ -279,9 +279,10 @@ def sparse_arrays(
     stored = np.dtype(node["data"].dtype.str)
     data = np.dtype(spec.data_dtype) if spec.data_dtype and main else stored
     sizes = {"chunk_bytes": spec.chunk_bytes, "shard_bytes": spec.shard_bytes}
+    # Indices take longest to compress, so they go first: no thread is to have one at the end.
     parts = [
-        ("data", (nnz,), data, not (data.kind == "f" and stored.kind == "f"), None),
         ("indices", (nnz,), index_dtype(minor), True, minor),
+        ("data", (nnz,), data, not (data.kind == "f" and stored.kind == "f"), None),
         ("indptr", (major + 1,), indptr_dtype(nnz), True, nnz + 1),
     ]
     items = []

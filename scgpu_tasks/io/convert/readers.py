@@ -96,6 +96,10 @@ class ArrayReader:
         CorruptChunkError
             The source does not decode there.
         """
+        if self.band_rows and start // self.band_rows == (stop - 1) // self.band_rows:
+            band = start // self.band_rows
+            low = band * self.band_rows
+            return self._native(self._band(band)[start - low : stop - low])
         out = np.empty((stop - start, *self.shape[1:]), self.dtype)
         if not self.band_rows:
             self._decode(start, stop, out)
@@ -124,12 +128,20 @@ class ArrayReader:
         kept = self._kept.__dict__
         if kept.get("band") != band:
             kept.clear()
-            start, stop = self._band_range(band)
-            values = np.empty((stop - start, *self.shape[1:]), self.dtype)
-            self._decode(start, stop, values)
-            kept["values"], kept["band"] = values, band
+            kept["values"], kept["band"] = self._decoded(band), band
         found: np.ndarray = kept["values"]
         return found
+
+    def _decoded(self, band: int) -> np.ndarray:
+        if self._chunks is not None and self._one_chunk_wide:
+            return self._chunks.chunk((band, *(0 for _ in self.shape[1:])))
+        start, stop = self._band_range(band)
+        values = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        self._decode(start, stop, values)
+        return values
+
+    def _native(self, values: np.ndarray) -> np.ndarray:
+        return values.astype(self.dtype, copy=False)
 
     def _band_range(self, band: int) -> tuple[int, int]:
         return band * self.band_rows, min((band + 1) * self.band_rows, self.shape[0])
