@@ -31,7 +31,7 @@ from prefect.states import State
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from scgpu_tasks.cluster import connect
+from scgpu_tasks.cluster import cluster_facts, connect, lost_workers
 from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.flowrun import stage_run_name
 from scgpu_tasks.job import steps
@@ -165,7 +165,12 @@ def _run(stage_task: Any, *, here: bool, intact: bool, **arguments: Any) -> dict
         listener = _listener.get()
         if listener is not None:
             listener.begin()
+        begun = time.time()
         result, state = _wait(chosen.submit(**arguments), stage_task.name)
+        runner = _dask_runner()
+        lost = [] if runner is None else lost_workers(runner.client, begun)
+        if lost:
+            result = {**result, "workers_lost": lost}
     if state.name == "Cached":
         result = {**result, "cached": True, "seconds": 0.0}
     return result
@@ -188,7 +193,7 @@ def _wait(future: PrefectFuture[Any], stage: str) -> tuple[dict[str, Any], State
         raise
 
 
-def use_cluster(scheduler: str | None, **options: Any) -> None:
+def use_cluster(scheduler: str | None, **options: Any) -> dict[str, Any]:
     """Tell the running flow's Dask runner, before its first task, which cluster to use.
 
     Parameters
@@ -198,6 +203,10 @@ def use_cluster(scheduler: str | None, **options: Any) -> None:
     **options
         As for `scgpu_tasks.cluster.make_cluster`.
 
+    Returns
+    -------
+    `scgpu_tasks.cluster.cluster_facts` of a running cluster; nothing of one to be started.
+
     Raises
     ------
     ClusterError
@@ -205,13 +214,15 @@ def use_cluster(scheduler: str | None, **options: Any) -> None:
     """
     runner = _dask_runner()
     if runner is None:
-        return
+        return {}
     if scheduler is None:
         runner.cluster_kwargs = options
-        return
-    connect(scheduler, set_as_default=False).close()
+        return {}
+    with connect(scheduler, set_as_default=False) as client:
+        found = cluster_facts(client)
     runner.cluster_class = runner.resolved_cluster_class = None
     runner.address = scheduler
+    return found
 
 
 def dask_runner() -> Any:
