@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -130,7 +131,7 @@ def prefect_api() -> Iterator[TemporaryServer | None]:
     ------
     The temporary server, or None where one is configured.
     """
-    with _environment(QUIET):
+    with _environment({**QUIET, **_without_our_plugin()}):
         if server_configured():
             yield None
             return
@@ -141,6 +142,20 @@ def prefect_api() -> Iterator[TemporaryServer | None]:
         server.start()
         with _environment({API_URL: server.api_url}):
             yield server
+
+
+def _without_our_plugin() -> dict[str, str]:
+    """Return what keeps Prefect from loading a plugin that only its own commands need.
+
+    Dask workers import Prefect in an event loop, where it cannot load any, and says so at
+    length. Other plugins, where the user allows some, are left to it.
+    """
+    try:
+        settings = tomllib.loads(Path("prefect.toml").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    ours = settings.get("plugins", {}).get("allow") == ["scgpu-tasks"]
+    return {"PREFECT_PLUGINS_ENABLED": "false"} if ours else {}
 
 
 @contextlib.contextmanager

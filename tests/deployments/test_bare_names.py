@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scgpu_tasks.job.server import prefect_api
 from scgpu_tasks.operate.bare_names import bare_name, choose
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +97,23 @@ def test_a_server_that_does_not_answer_is_named_instead_of_a_traceback(tmp_path:
     assert answer.returncode == 1
     assert "Traceback" not in answer.stderr + answer.stdout
     assert "Cannot look up the deployment of flow 'atlas-qc'" in answer.stderr
+
+
+def test_a_run_in_the_folder_of_the_repository_leaves_the_plugin_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_PLUGINS_ENABLED", raising=False)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+
+    def switch(folder: Path) -> str | None:
+        monkeypatch.chdir(folder)
+        with prefect_api():
+            return os.environ.get("PREFECT_PLUGINS_ENABLED")
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "prefect.toml").write_text("[plugins]\nenabled = true\n")
+    folders = (ROOT, tmp_path, tmp_path / "other")
+    assert [switch(folder) for folder in folders] == ["false", None, None]
 
 
 def test_the_plugin_touches_no_other_program_and_loads_in_no_other_folder(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ WAIT_MS = 90_000
 
 
 @pytest.fixture(scope="module")
-def incoming(operator: Operator) -> Path:
-    """Two atlases and a damaged one."""
-    folder = operator.folder / "incoming"
-    shutil.copy(write_demo(folder / "liver.h5ad"), folder / "lung.h5ad")
-    (folder / "kidney.h5ad").write_bytes(b"\x89HDF\r\n\x1a\n cut short")
-    return folder
+def data() -> Iterator[Path]:
+    """Folder of two atlases and a damaged one, with a name that may stand in pictures."""
+    with tempfile.TemporaryDirectory(prefix="atlases-") as name:
+        folder = Path(name) / "incoming"
+        shutil.copy(write_demo(folder / "liver.h5ad"), folder / "lung.h5ad")
+        (folder / "kidney.h5ad").write_bytes(b"\x89HDF\r\n\x1a\n cut short")
+        yield Path(name)
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +85,9 @@ def artifact(operator: Operator, key: str) -> str:
 
 
 def test_a_conversion_shows_what_became_of_each_source(
-    operator: Operator, incoming: Path, look: Callable[..., None]
+    operator: Operator, data: Path, look: Callable[..., None]
 ) -> None:
-    stores = operator.folder / "stores"
-    given = ("-p", f"src={incoming}", "-p", f"dst={stores}", "--watch")
+    given = ("-p", f"src={data}/incoming", "-p", f"dst={data}/stores", "--watch")
     operator.prefect("deployment", "run", "atlas-convert", *given)
     (run,) = operator.runs("atlas-convert")
     look("deployments", "atlas-qc", "atlas-convert", "scgpu")
@@ -96,15 +97,15 @@ def test_a_conversion_shows_what_became_of_each_source(
 
 
 def test_the_form_describes_the_parameters_and_starts_a_run(
-    operator: Operator, page: Any, look: Callable[..., None]
+    operator: Operator, data: Path, page: Any, look: Callable[..., None]
 ) -> None:
-    store = operator.folder / "stores" / "liver.zarr"
+    store = data / "stores" / "liver.zarr"
     deployment = operator.deployment("atlas-qc/atlas-qc")["id"]
     texts = ("AnnData zarr store to work on.", "Number of principal components.")
     look(f"deployments/deployment/{deployment}/run", *texts)
     fields = page.locator("textarea")
     fields.nth(0).fill(str(store))
-    fields.nth(1).fill(str(operator.folder / "runs"))
+    fields.nth(1).fill(str(data / "runs"))
     page.screenshot(path=Path(str(PICTURES)) / "run-form.png")
     page.get_by_role("button", name="Submit").click()
     run = operator.wait_for(
