@@ -97,7 +97,11 @@ def main(arguments: list[str] | None = None) -> int:
     from scgpu_tasks.cluster import flow_cluster
     from scgpu_tasks.job.commandline import parse_qc_pca, run_flow, show_record
 
-    def cluster() -> dict[str, Any]:
+    def cluster() -> dict[str, Any] | None:
+        from scgpu_tasks.job.early import needs_cluster
+
+        if options["scheduler"] is not None or not needs_cluster(options):
+            return None
         return flow_cluster(options["device"], options["workers"])
 
     def refuse(parameters: Mapping[str, Any]) -> None:
@@ -106,8 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         refuse_early(parameters)
 
     options = parse_qc_pca(arguments)
-    own = options["scheduler"] is None
-    return run_flow(make_flow, options, show_record, cluster if own else None, refuse)
+    return run_flow(make_flow, options, show_record, cluster, refuse)
 
 
 if __name__ == "__main__":

@@ -91,13 +91,9 @@ def stage_run_name() -> str:
 
 @contextmanager
 def unattended() -> Iterator[None]:
-    """Apply what suits a run whose server ends with it.
-
-    Nobody can look at its page, nor notice a missing heartbeat, and ending the heartbeat's
-    thread takes a second.
-    """
+    """Show nothing of the runs in the block: their server ends with them."""
     global _alone
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    with without_heartbeat():
         _alone = True
         try:
             yield
@@ -105,7 +101,17 @@ def unattended() -> Iterator[None]:
             _alone = False
 
 
-_cancelled = False
+@contextmanager
+def without_heartbeat() -> Iterator[None]:
+    """Send no heartbeats, unless the user set how often: ending their thread takes a second.
+
+    A run that was killed is marked by the next one, see `scgpu_tasks.job.living`.
+    """
+    if "PREFECT_FLOWS_HEARTBEAT_FREQUENCY" in os.environ:
+        yield
+        return
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        yield
 
 
 def attended() -> bool:

@@ -166,7 +166,7 @@ def run_flow(
     make_flow: Callable[[], Any],
     options: Mapping[str, Any],
     show: Callable[[Any], None],
-    cluster: Callable[[], Mapping[str, Any]] | None = None,
+    cluster: Callable[[], Mapping[str, Any] | None] | None = None,
     refuse: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> int:
     """Run a flow from a shell: server, signals, messages, exit code.
@@ -182,6 +182,7 @@ def run_flow(
         Prints the summary of what the flow returned.
     cluster
         Returns the options of the cluster that the flow will ask for; it is started at once.
+        None where the flow will ask for none.
     refuse
         Raises, before anything is started, what can be told from the parameters at once.
 
@@ -224,18 +225,22 @@ def run_flow(
 def _run(
     make_flow: Callable[[], Any],
     parameters: Mapping[str, Any],
-    cluster: Callable[[], Mapping[str, Any]] | None,
+    cluster: Callable[[], Mapping[str, Any] | None] | None,
 ) -> Any:
-    if not sys.stderr.isatty():
-        # A terminal shows the stages' progress; a log would stay empty to the end.
-        _say(f"starting Prefect{' and Dask' if cluster is not None else ''} ...")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(prefect_api())
-        if cluster is not None:
-            _begin_cluster(stack, cluster)
+        wanted = None if cluster is None else cluster()
+        if not sys.stderr.isatty():
+            # A terminal shows the stages' progress; a log would stay empty to the end.
+            _say(f"starting Prefect{' and Dask' if wanted is not None else ''} ...")
+        if wanted is not None:
+            _begin_cluster(stack, wanted)
         flow = make_flow()
-        if server is not None:
-            from scgpu_tasks.flowrun import unattended
+        from scgpu_tasks.flowrun import unattended, without_heartbeat
+
+        if server is None:
+            stack.enter_context(without_heartbeat())
+        else:
             from scgpu_tasks.job.warm import FLOW_MODULES, import_modules
 
             import_modules(FLOW_MODULES)
@@ -272,15 +277,13 @@ def _say_record() -> None:
         _say(f"record: {folder}/report.html")
 
 
-def _begin_cluster(
-    stack: contextlib.ExitStack, cluster: Callable[[], Mapping[str, Any]]
-) -> None:
+def _begin_cluster(stack: contextlib.ExitStack, options: Mapping[str, Any]) -> None:
     from scgpu_tasks.cluster import prestart
     from scgpu_tasks.errors import ScgpuError
 
     # Whatever is wrong is said by the flow, which leaves a record.
     with contextlib.suppress(ScgpuError):
-        stack.callback(prestart(**cluster()))
+        stack.callback(prestart(**options))
 
 
 def _how(number: int) -> str:

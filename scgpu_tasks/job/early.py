@@ -14,7 +14,7 @@ from scgpu_tasks.job import runlog, steps
 from scgpu_tasks.job.conversion import Conversion, may_replace
 from scgpu_tasks.job.probe import probe, probe_source
 from scgpu_tasks.job.steps import STAGES
-from scgpu_tasks.job.workdir import require_writable
+from scgpu_tasks.job.workdir import MANIFEST, require_writable
 from scgpu_tasks.records import write_record
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
 
@@ -42,6 +42,36 @@ def refuse_early(parameters: Mapping[str, Any]) -> None:
     except BaseException as error:
         leave_record(parameters, error)
         raise
+
+
+def needs_cluster(parameters: Mapping[str, Any]) -> bool:
+    """Whether some stage that reads X is not done yet, as far as can be told at a glance.
+
+    Parameters
+    ----------
+    parameters
+        Those of the flow; `refuse_early` has let them pass.
+    """
+    p = parameters
+    if set(refreshed(p["refresh"])) & {"convert", "qc", "pca"}:
+        return True
+    work, store = work_folder(p, Path(p["out"])), absolute(p["store"])
+    if p["source"] is not None:
+        job = Conversion(source=absolute(p["source"]), store=store, work=work)
+        if job.made() is None:
+            return True
+    qc, hvg, pca = specs_of(p)
+    plan = steps.Plan(
+        store=store,
+        fingerprint=steps.fingerprint(store, qc),
+        work=work,
+        qc=qc,
+        hvg=hvg,
+        pca=pca,
+        device=resolve_device(p["device"]),
+    )
+    # Whether its files are whole the flow finds out, which then starts a cluster itself.
+    return not all((Path(work) / s / plan.key(s) / MANIFEST).is_file() for s in ("qc", "pca"))
 
 
 def leave_record(parameters: Mapping[str, Any], error: BaseException) -> None:

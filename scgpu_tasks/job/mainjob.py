@@ -188,7 +188,8 @@ class _Job:
             msg = f"finished stages vanished from {self.work} before the record was written"
             raise StoreError(msg)
         obs, var = read_tables(plan.store)
-        return {"obs": obs, "var": var, "qc": qc, "pca": pca}
+        tables = Path(self.work) / "qc" / plan.key("qc")
+        return {"obs": obs, "var": var, "qc": qc, "pca": pca, "tables": tables}
 
     def _choose_cluster(self, device: str) -> None:
         p = self.parameters
@@ -197,7 +198,8 @@ class _Job:
             self.log.content["cluster"] = plan.to_json()
         else:
             self.log.content["cluster"] = {"scheduler": p["scheduler"]}
-        tasks.use_cluster(p["scheduler"], **flow_cluster(device, p["workers"]))
+        found = tasks.use_cluster(p["scheduler"], **flow_cluster(device, p["workers"]))
+        self.log.content["cluster"] |= found
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[dict[str, Any]]:
@@ -215,6 +217,8 @@ class _Job:
         self._summary = summary
         if result["cached"]:
             entry["state"] = "cached"
+        if result.get("workers_lost"):
+            entry["workers_lost"] = result["workers_lost"]
         for name, draw in shows(stage, Path(result["path"]), summary):
             self.monitor.show(name, draw)
         if stage == "convert":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ def write_record(
     var: pd.DataFrame | None = None,
     qc: QCResult | None = None,
     pca: PCAResult | None = None,
+    tables: Path | None = None,
 ) -> Path:
     """Write a run's record, or bring the one that is there up to date.
 
@@ -48,6 +50,8 @@ def write_record(
     qc, pca
         What the stages returned. With ``qc`` the record holds cells.parquet, genes.parquet and
         results.zarr.
+    tables
+        Folder in which cells.parquet and genes.parquet of ``qc`` are written already.
 
     Returns
     -------
@@ -59,16 +63,20 @@ def write_record(
         The folder cannot be written, or the disk is full.
     """
     folder = make_folder(Path(folder))
+    report = folder / "report.html"
     try:
-        found = None
-        if qc is not None:
+        if qc is None:
+            page = render(run)
+        else:
             if obs is None or var is None:
                 msg = "a record of QC needs the store's obs and var"
                 raise TypeError(msg)
-            _write_results(folder, run, obs, var, qc, pca)
-            found = Findings(obs, qc, pca)
-        report = folder / "report.html"
-        write_text_atomic(report, render(run, found))
+            with ThreadPoolExecutor(1, thread_name_prefix="scgpu-results") as pool:
+                # One compresses and writes, the other draws.
+                written = pool.submit(_write_results, folder, run, obs, var, qc, pca, tables)
+                page = render(run, Findings(obs, qc, pca))
+                written.result()
+        write_text_atomic(report, page)
         write_run(folder, run)
     except BaseException as error:
         if qc is not None:
@@ -91,12 +99,16 @@ def _write_results(
     var: pd.DataFrame,
     qc: QCResult,
     pca: PCAResult | None,
+    tables: Path | None,
 ) -> None:
     from scgpu_tasks.records.results import write_results
-    from scgpu_tasks.records.tables import write_table
+    from scgpu_tasks.records.tables import give_table, write_table
 
-    write_table(folder / _CELLS, qc.cells)
-    write_table(folder / _GENES, qc.genes)
+    for name, table in ((_CELLS, qc.cells), (_GENES, qc.genes)):
+        if tables is None:
+            write_table(folder / name, table)
+        else:
+            give_table(tables / name, folder / name)
     flavor = run.get("parameters", {}).get("hvg_flavor", "seurat")
     write_results(folder / _RESULTS, obs, var, qc, pca, hvg_flavor=flavor)
 

@@ -172,19 +172,16 @@ def _grids(cells: pd.DataFrame, limits: Limits, sets: list[str]) -> list[dict[st
         return []
     empty = int((~some).sum())
     left_out = f" {words.count(empty)} cells without counts are not shown." if empty else ""
+    grid = qc_figures.CellGrid(cells, counts=limits.counts, genes=limits.genes)
     figures = [
         {
             "title": "Counts against genes",
-            "svg": qc_figures.counts_against_genes(
-                cells, counts=limits.counts, genes=limits.genes
-            ),
+            "svg": grid.density(),
             "caption": f"All cells, both axes logarithmic.{left_out}",
         }
     ]
     if "mt" in sets:
-        svg = qc_figures.percentage_over_grid(
-            cells, "pct_counts_mt", counts=limits.counts, genes=limits.genes
-        )
+        svg = grid.percentage("pct_counts_mt")
         caption = "The same cells; colour is the mean mitochondrial share of a bin."
         figures.append({"title": "Where damaged cells lie", "svg": svg, "caption": caption})
     return figures

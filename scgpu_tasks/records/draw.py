@@ -144,27 +144,57 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return ticks or [low, high]
 
 
-def bin_image(
-    x: NDArray[Any],
-    y: NDArray[Any],
-    limits: tuple[float, float, float, float],
-    bins: int,
-    weights: NDArray[Any] | None = None,
-) -> NDArray[np.float64]:
-    """Count points per bin, or average ``weights``; NaN where there is no point.
+class Bins:
+    """Which of some bins of equal width each value lies in.
 
-    Returns
-    -------
-    bins × bins, first row at the lowest y.
+    Parameters
+    ----------
+    values
+        Finite numbers.
+    low, high
+        Ends of the axis, which the values do not exceed.
+    n
+        Number of bins.
     """
-    edges = ((limits[2], limits[3]), (limits[0], limits[1]))
-    counts, _, _ = np.histogram2d(y, x, bins=bins, range=edges)
-    filled = counts > 0
-    values = counts
-    if weights is not None:
-        sums, _, _ = np.histogram2d(y, x, bins=bins, range=edges, weights=weights)
-        values = np.divide(sums, counts, out=np.zeros_like(sums), where=filled)
-    return np.where(filled, values, np.nan)
+
+    def __init__(self, values: NDArray[Any], low: float, high: float, n: int) -> None:
+        self.n = n
+        self.edges = np.linspace(low, high, n + 1)
+        place = np.subtract(values, low, dtype=np.float64)
+        place *= n / (high - low)
+        self.numbers = np.clip(place, 0, n - 1).astype(np.int32)
+
+    def count(self, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+        """Count the values of each bin, or only the chosen ones."""
+        numbers = self.numbers if chosen is None else self.numbers[chosen]
+        return np.bincount(numbers, minlength=self.n)
+
+
+class Grid:
+    """Points in a square grid of bins.
+
+    Parameters
+    ----------
+    x, y
+        Bins of each point; equally many in both directions.
+    """
+
+    def __init__(self, x: Bins, y: Bins) -> None:
+        self._n = x.n
+        self._cells = y.numbers * np.int32(self._n) + x.numbers
+        self._counts = np.bincount(self._cells, minlength=self._n**2)
+
+    def counts(self) -> NDArray[np.float64]:
+        """Points per bin, first row at the lowest y; NaN where there is none."""
+        return self._square(self._counts.astype(np.float64))
+
+    def means(self, weights: NDArray[Any]) -> NDArray[np.float64]:
+        """Mean of a weight per bin; NaN where there is no point."""
+        sums = np.bincount(self._cells, weights=weights, minlength=self._n**2)
+        return self._square(np.divide(sums, self._counts, out=sums, where=self._counts > 0))
+
+    def _square(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.where(self._counts > 0, values, np.nan).reshape(self._n, self._n)
 
 
 def sample(n: int, limit: int, seed: int = 0) -> NDArray[np.int64]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import to_rgba_array
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
@@ -61,14 +62,19 @@ def scree(variance_ratio: NDArray[Any]) -> str:
 
 
 def choose_colourings(
-    obs: pd.DataFrame, first: str | None = None, limit: int = 3
+    obs: pd.DataFrame,
+    kept: NDArray[np.bool_],
+    first: str | None = None,
+    limit: int = 3,
 ) -> list[Colouring]:
     """Pick the obs columns worth colouring cells by.
 
     Parameters
     ----------
     obs
-        Kept cells.
+        All cells.
+    kept
+        Which of them were kept.
     first
         A column to begin with, such as the batch key.
     limit
@@ -83,7 +89,7 @@ def choose_colourings(
     names += [c for c in obs.columns if c != first and c != "passed_qc"]
     candidates: list[tuple[bool, int, Colouring]] = []
     for place, column in enumerate(names):
-        colouring = _colouring(obs[column], str(column), wanted=column == first)
+        colouring = _colouring(obs[column], kept, str(column), wanted=column == first)
         if colouring is not None:
             many = colouring.categories[-1].number == 0 and column != first
             candidates.append((many, place, colouring))
@@ -91,7 +97,9 @@ def choose_colourings(
     return [colouring for _, _, colouring in candidates[:limit]]
 
 
-def _colouring(values: pd.Series, column: str, *, wanted: bool) -> Colouring | None:
+def _colouring(
+    values: pd.Series, kept: NDArray[np.bool_], column: str, *, wanted: bool
+) -> Colouring | None:
     categorical = isinstance(values.dtype, pd.CategoricalDtype)
     plain = pd.api.types.is_bool_dtype(values) or pd.api.types.is_string_dtype(values)
     if not categorical:
@@ -100,11 +108,11 @@ def _colouring(values: pd.Series, column: str, *, wanted: bool) -> Colouring | N
         if not wanted and (not plain or sampled.nunique() > min(200, len(values) // 2)):
             return None
         values = values.astype("category")
-    codes = values.cat.codes.to_numpy().astype(np.int64)
+    codes = values.cat.codes.to_numpy()[kept].astype(np.int64)
     cells = np.bincount(codes[codes >= 0], minlength=len(values.cat.categories))
     order = np.argsort(-cells, kind="stable")
     order = order[cells[order] > 0]
-    if len(order) < 2 or len(order) > max(2, len(values) // 3):
+    if len(order) < 2 or len(order) > max(2, len(codes) // 3):
         return None
     n_shown = len(order) if len(order) <= SHOWN_CATEGORIES else SHOWN_CATEGORIES - 1
     names = [str(name) for name in values.cat.categories]
@@ -148,7 +156,8 @@ def components(
         colours: Any = draw.CATEGORICAL[0]
         if colouring is not None:
             palette = [c.colour for c in colouring.categories] + [draw.OTHER]
-            colours = np.array(palette)[colouring.codes[rows]]
+            # As numbers: each colour's name is read once, not once for each cell.
+            colours = to_rgba_array(palette)[colouring.codes[rows]]
         size = float(np.clip(40_000 / max(len(rows), 1), 1.5, 14))
         ax.scatter(
             points[:, 0], points[:, 1], s=size, c=colours, linewidths=0, alpha=0.65,

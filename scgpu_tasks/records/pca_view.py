@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from scgpu_tasks.records import pca_figures, words
 
@@ -20,14 +21,21 @@ _BATCHES = re.compile(r"batch|donor|sample|patient", re.IGNORECASE)
 
 
 def pca_view(
-    obs: pd.DataFrame, hvg_names: pd.Index, pca: PCAResult, *, batch_key: str | None
+    obs: pd.DataFrame,
+    kept: NDArray[np.bool_],
+    hvg_names: pd.Index,
+    pca: PCAResult,
+    *,
+    batch_key: str | None,
 ) -> dict[str, Any]:
     """Return the figures and tables of the PCA stage for the template.
 
     Parameters
     ----------
     obs
-        The store's columns for the kept cells, in the order of ``pca.X_pca``.
+        The store's columns, all cells.
+    kept
+        Which of them were kept; those are the rows of ``pca.X_pca``.
     hvg_names
         Names of the highly variable genes, in the order of ``pca.PCs``.
     pca
@@ -37,7 +45,7 @@ def pca_view(
     """
     share = np.asarray(pca.variance_ratio, dtype=np.float64)
     total = words.percent(float(share.sum()))
-    maps = _maps(obs, pca, batch_key)
+    maps = _maps(obs, kept, pca, batch_key)
     columns = {m["colouring"].column for m in maps if m["colouring"] is not None}
     return {
         "maps": maps,
@@ -54,12 +62,14 @@ def pca_view(
     }
 
 
-def _maps(obs: pd.DataFrame, pca: PCAResult, batch_key: str | None) -> list[dict[str, Any]]:
+def _maps(
+    obs: pd.DataFrame, kept: NDArray[np.bool_], pca: PCAResult, batch_key: str | None
+) -> list[dict[str, Any]]:
     n_comps = pca.X_pca.shape[1]
     if n_comps < 2:
         return []
     colourings: list[pca_figures.Colouring | None] = [
-        *pca_figures.choose_colourings(obs, batch_key)
+        *pca_figures.choose_colourings(obs, kept, batch_key)
     ]
     shown = [(c, (0, 1)) for c in colourings or [None]]
     if n_comps >= 4 and len(shown) < 3:

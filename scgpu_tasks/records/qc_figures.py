@@ -47,15 +47,15 @@ def histogram(
     """
     values = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(values)
-    values, kept = values[finite], kept[finite]
+    if not finite.all():
+        values, kept = values[finite], kept[finite]
     scale = np.log10(values + 1) if log else values
     low, high = _axis(scale)
     cuts = [float(b) for b in bounds if b is not None and np.isfinite(b)]
     shown = [float(np.log10(b + 1)) if log else b for b in cuts]
     shown = [mark for mark in shown if low <= mark <= high]
-    edges = np.linspace(low, high, BINS + 1)
-    all_cells, _ = np.histogram(scale, bins=edges)
-    kept_cells, _ = np.histogram(scale[kept], bins=edges)
+    bins = draw.Bins(scale, low, high, BINS)
+    edges, all_cells, kept_cells = bins.edges, bins.count(), bins.count(kept)
     with draw.panel() as (figure, ax):
         ax.stairs(all_cells, edges, fill=True, color=draw.REMOVED, label="removed")
         ax.stairs(kept_cells, edges, fill=True, color=draw.KEPT, label="kept")
@@ -100,46 +100,68 @@ def _one_plus_ticks(ax: Any, low: float, high: float) -> None:
     ax.xaxis.set_ticklabels([words.short(t) for t in positions])
 
 
-def counts_against_genes(
-    cells: pd.DataFrame, *, counts: Bounds = (None, None), genes: Bounds = (None, None)
-) -> str:
-    """Draw where the cells lie by total counts and genes found, as a density."""
-    x, y, limits, bins = _log_grid(cells)
-    image = draw.bin_image(x, y, limits, bins)
-    top = max(float(np.nanmax(image)), 2.0) if np.isfinite(image).any() else 2.0
-    return _grid_figure(
-        image,
-        LogNorm(1, top),
-        limits,
-        name="counts-genes",
-        bar="cells per bin",
-        bounds=(counts, genes),
-        description="Density of cells by total counts and number of genes",
-    )
+class CellGrid:
+    """Where the cells lie by total counts and genes found, both axes logarithmic.
 
+    Parameters
+    ----------
+    cells
+        Metrics; empty cells have no place on such axes, and the table of filters counts them.
+    counts, genes
+        Thresholds of either axis.
+    """
 
-def percentage_over_grid(
-    cells: pd.DataFrame,
-    column: str,
-    *,
-    counts: Bounds = (None, None),
-    genes: Bounds = (None, None),
-) -> str:
-    """Draw the mean of a percentage column over total counts and genes found."""
-    share = cells[column].to_numpy(dtype=np.float64)
-    x, y, limits, bins = _log_grid(cells)
-    # A share is known of exactly those cells that have counts, and so a place in the grid.
-    image = draw.bin_image(x, y, limits, bins, weights=share[_has_counts(cells)])
-    top = float(np.nanmax(image)) if np.isfinite(image).any() else 1.0
-    return _grid_figure(
-        image,
-        Normalize(0, max(top, 1e-9)),
-        limits,
-        name="percentage-grid",
-        bar="mean % of counts",
-        bounds=(counts, genes),
-        description="Mean percentage by total counts and number of genes",
-    )
+    def __init__(
+        self,
+        cells: pd.DataFrame,
+        *,
+        counts: Bounds = (None, None),
+        genes: Bounds = (None, None),
+    ) -> None:
+        self._cells = cells
+        self._bounds = (counts, genes)
+        self._some = _has_counts(cells)
+        x, y = (self._logarithm(name) for name in ("total_counts", "n_genes_by_counts"))
+        self._limits = (*draw.span(x), *draw.span(y))
+        bins = GRID_BINS if len(x) >= CELLS_FOR_FULL_GRID else GRID_BINS * 3 // 4
+        self._grid = draw.Grid(
+            draw.Bins(x, *self._limits[:2], bins), draw.Bins(y, *self._limits[2:], bins)
+        )
+
+    def density(self) -> str:
+        """Draw how many cells lie where."""
+        image = self._grid.counts()
+        top = max(float(np.nanmax(image)), 2.0) if np.isfinite(image).any() else 2.0
+        return _grid_figure(
+            image,
+            LogNorm(1, top),
+            self._limits,
+            name="counts-genes",
+            bar="cells per bin",
+            bounds=self._bounds,
+            description="Density of cells by total counts and number of genes",
+        )
+
+    def percentage(self, column: str) -> str:
+        """Draw the mean of a percentage, which is known of exactly the cells with counts."""
+        image = self._grid.means(self._chosen(column))
+        top = float(np.nanmax(image)) if np.isfinite(image).any() else 1.0
+        return _grid_figure(
+            image,
+            Normalize(0, max(top, 1e-9)),
+            self._limits,
+            name="percentage-grid",
+            bar="mean % of counts",
+            bounds=self._bounds,
+            description="Mean percentage by total counts and number of genes",
+        )
+
+    def _chosen(self, column: str) -> NDArray[np.float64]:
+        values = self._cells[column].to_numpy(dtype=np.float64)
+        return values if self._some.all() else values[self._some]
+
+    def _logarithm(self, column: str) -> NDArray[np.float64]:
+        return np.log10(self._chosen(column))
 
 
 def _has_counts(cells: pd.DataFrame) -> NDArray[np.bool_]:
@@ -149,18 +171,6 @@ def _has_counts(cells: pd.DataFrame) -> NDArray[np.bool_]:
 
 def _powers(bounds: Bounds) -> list[float]:
     return [float(np.log10(b)) for b in bounds if b is not None and 0 < b < np.inf]
-
-
-def _log_grid(
-    cells: pd.DataFrame,
-) -> tuple[NDArray[Any], NDArray[Any], tuple[float, float, float, float], int]:
-    # Empty cells have no place on a logarithmic axis; the table of filters counts them.
-    some = _has_counts(cells)
-    x = np.log10(cells["total_counts"].to_numpy(dtype=np.float64)[some])
-    y = np.log10(cells["n_genes_by_counts"].to_numpy(dtype=np.float64)[some])
-    limits = (*draw.span(x), *draw.span(y))
-    full = len(x) >= CELLS_FOR_FULL_GRID
-    return x, y, limits, GRID_BINS if full else GRID_BINS * 3 // 4
 
 
 def _grid_figure(

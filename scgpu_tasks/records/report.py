@@ -77,7 +77,8 @@ def render(run: Mapping[str, Any], found: Findings | None = None) -> str:
             kept = found.qc.cells["passed_qc"].to_numpy(dtype=bool)
             chosen = found.qc.genes["highly_variable"].to_numpy(dtype=bool)
             pca = pca_view(
-                found.obs.loc[kept],
+                found.obs,
+                kept,
                 found.qc.genes.index[chosen],
                 found.pca,
                 batch_key=run["parameters"].get("batch_key"),

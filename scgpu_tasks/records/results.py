@@ -13,6 +13,7 @@ import pandas as pd
 import zarr
 import zarr.errors
 from numpy.typing import NDArray
+from zarr.codecs import ZstdCodec
 
 from scgpu_tasks.stages.tables import name_apart
 
@@ -36,14 +37,21 @@ def join_columns(names: pd.DataFrame, metrics: pd.DataFrame) -> pd.DataFrame:
         replace those of the same name; an index with the name of a column is renamed.
     """
     kept = metrics["passed_qc"].to_numpy(dtype=bool)
-    fresh = metrics.loc[kept]
-    old = names.loc[kept, [c for c in names.columns if c not in fresh.columns]]
-    fresh = fresh.set_axis(old.index, axis=0)
+    old = names.loc[kept, [c for c in names.columns if c not in metrics.columns]]
+    # By position: the names of millions of cells are looked up and copied once.
+    fresh = pd.DataFrame({c: metrics[c].array[kept] for c in metrics}, index=old.index)
     joined = pd.concat([old, fresh], axis=1)
     for column in joined.columns:
         if isinstance(joined[column].dtype, pd.CategoricalDtype):
-            joined[column] = joined[column].cat.remove_unused_categories()
+            joined[column] = _used_categories(joined[column])
     return name_apart(joined)
+
+
+def _used_categories(column: pd.Series) -> pd.Series:
+    """Drop categories that no row has; pandas sorts all rows to find them."""
+    codes = column.cat.codes.to_numpy()
+    counts = np.bincount(codes[codes >= 0], minlength=len(column.cat.categories))
+    return column.cat.remove_categories(column.cat.categories[counts == 0])
 
 
 def write_results(
@@ -159,12 +167,16 @@ def _write_rows(group: zarr.Group, key: str, rows: Any, encoding: str) -> None:
     # zarr encodes all shards of one assignment at once, which would double the memory.
     text = encoding == "string-array"
     long = len(rows) > ROWS_PER_CHUNK
+    # Scores of components are noise to a compressor, which would win a tenth; as they are,
+    # each chunk goes to its file without a copy.
+    plain = rows.ndim > 1
     array = group.create_array(
         key,
         shape=rows.shape,
         dtype=str if text else rows.dtype,
         chunks=(ROWS_PER_CHUNK, *rows.shape[1:]) if long else "auto",
-        shards=(ROWS_PER_CHUNK * CHUNKS_PER_SHARD, *rows.shape[1:]) if long else None,
+        shards=(ROWS_PER_CHUNK * CHUNKS_PER_SHARD,) if long and not plain else None,
+        compressors=None if plain else ZstdCodec(level=1),
         attributes={"encoding-type": encoding, "encoding-version": "0.2.0"},
         overwrite=True,
     )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,21 +31,72 @@ def write_table(path: str | Path, table: pd.DataFrame) -> Path:
     The path. `pandas.read_parquet` returns the same table with the same index.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    # The schema comes from the whole table's dtypes, so that row groups cannot disagree.
-    head = table.iloc[:0]
-    schema = pa.Table.from_pandas(_text_index(head), preserve_index=True).schema
-    try:
-        with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+    with _in_one_step(path) as partial:
+        # The schema comes from the whole table's dtypes: row groups cannot disagree.
+        head = pa.Table.from_pandas(_text_index(table.iloc[:0]), preserve_index=True)
+        floats = [f.name for f in head.schema if pa.types.is_floating(f.type)]
+        with pq.ParquetWriter(
+            partial,
+            head.schema,
+            compression="zstd",
+            # Hardly a value comes twice; bytes of like weight side by side compress.
+            use_dictionary=[f.name for f in head.schema if pa.types.is_dictionary(f.type)],
+            use_byte_stream_split=floats,
+        ) as writer:
             for start in range(0, max(len(table), 1), ROWS_PER_GROUP):
                 rows = _text_index(table.iloc[start : start + ROWS_PER_GROUP])
-                part = pa.Table.from_pandas(rows, schema=schema, preserve_index=True)
-                writer.write_table(part)
+                writer.write_table(_arrow(rows, head.schema))
+    return path
+
+
+def give_table(made: Path, path: Path) -> Path:
+    """Put a table that is written already under another name, too.
+
+    On one file system both names are of one file; nobody writes to it, and it lasts until the
+    last name is removed.
+
+    Parameters
+    ----------
+    made
+        The file.
+    path
+        Its other name; replaced if there.
+    """
+    with _in_one_step(path) as partial:
+        try:
+            os.link(made, partial)
+        except OSError:
+            shutil.copyfile(made, partial)
+    return path
+
+
+@contextlib.contextmanager
+def _in_one_step(path: Path) -> Iterator[Path]:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        yield partial
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return path
+
+
+def _arrow(rows: pd.DataFrame, schema: pa.Schema) -> pa.Table:
+    """Return rows as Arrow has them; numbers are not copied."""
+    columns = []
+    for field in schema:
+        index = field.name not in rows.columns
+        values = rows.index if index else rows[field.name]
+        if isinstance(values.dtype, np.dtype) and values.dtype.kind in "iuf":
+            columns.append(pa.array(values.to_numpy(), type=field.type))
+        else:
+            columns.append(pa.array(values, type=field.type, from_pandas=True))
+    return pa.Table.from_arrays([_one(column) for column in columns], schema=schema)
+
+
+def _one(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
 def _text_index(table: pd.DataFrame) -> pd.DataFrame:

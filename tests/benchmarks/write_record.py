@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from scgpu_tasks.records import report, results, tables
+from scgpu_tasks.job.saved import save_qc
+from scgpu_tasks.records import report, results, tables, write_record
 from scgpu_tasks.stages.pca import PCAResult
 from scgpu_tasks.stages.qc import QCResult
 
@@ -99,7 +100,14 @@ def main() -> None:
     print(f"{n:,} cells; values made, peak {peak_gb():.1f} GB")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        made = folder / "made"
+        made.mkdir()
+        save_qc(found.qc, made)
         parts: dict[str, Callable[[Path], object]] = {
+            # What a run does: tables are there already, the rest is written and drawn at once.
+            "all": lambda path: write_record(
+                path, run, obs=found.obs, var=var, qc=found.qc, pca=found.pca, tables=made
+            ),
             "cells.parquet": lambda path: tables.write_table(path, found.qc.cells),
             "results.zarr": lambda path: results.write_results(
                 path, found.obs, var, found.qc, found.pca
@@ -107,9 +115,10 @@ def main() -> None:
             "report.html": lambda path: path.write_text(report.render(run, found)),
         }
         for file, write in parts.items():
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             write(folder / file)
-            print(f"{file}: {time.perf_counter() - start:.1f} s, peak {peak_gb():.1f} GB")
+            seconds, cpu = time.perf_counter() - start, time.process_time() - used
+            print(f"{file}: {seconds:.1f} s, {cpu:.1f} s CPU, peak {peak_gb():.1f} GB")
 
 
 if __name__ == "__main__":

@@ -123,4 +123,6 @@ def test_a_worker_that_is_killed_in_the_middle_of_qc_costs_time_and_not_the_run(
     assert run.returncode == 0, err
     assert "report:" in out
     assert shell_with_server.states()["qc"] == "computed"
+    (lost,) = shell_with_server.record()["stages"]["qc"]["workers_lost"]
+    assert lost["worker"].startswith("tcp://127.0.0.1:")
     assert shell_with_server.left_over() == []

@@ -8,8 +8,12 @@ from scgpu_tasks.records import draw, pca_figures
 from scgpu_tasks.records.pca_figures import choose_colourings
 
 
+def choose(obs: pd.DataFrame, first: str | None = None) -> list[pca_figures.Colouring]:
+    return choose_colourings(obs, np.ones(len(obs), dtype=bool), first)
+
+
 def names(obs: pd.DataFrame, first: str | None = None) -> list[str]:
-    return [colouring.column for colouring in choose_colourings(obs, first)]
+    return [colouring.column for colouring in choose(obs, first)]
 
 
 def test_columns_worth_a_colour_are_found_and_the_batch_key_comes_first() -> None:
@@ -39,7 +43,7 @@ def test_a_column_with_too_many_categories_comes_last_with_the_rare_ones_as_one(
             "sex": pd.Categorical(np.where(many % 2, "f", "m")),
         }
     )
-    sex, cluster = choose_colourings(obs)
+    sex, cluster = choose(obs)
     assert (sex.column, cluster.column) == ("sex", "cluster")
     shown = cluster.categories
     assert [c.name for c in shown[:3]] == ["c0", "c1", "c2"]
@@ -51,14 +55,15 @@ def test_a_column_with_too_many_categories_comes_last_with_the_rare_ones_as_one(
 
 def test_cells_without_a_category_are_drawn_but_not_counted() -> None:
     obs = pd.DataFrame({"type": pd.Categorical(["a", None, "b", "a", None, "b", "a"])})
-    (colouring,) = choose_colourings(obs)
+    (colouring,) = choose(obs)
     assert colouring.codes.tolist() == [0, -1, 1, 0, -1, 1, 0]
     assert [(c.name, c.cells) for c in colouring.categories] == [("a", 3), ("b", 2)]
 
 
 def test_categories_without_cells_are_not_listed() -> None:
     column = pd.Categorical(["a", "b"] * 5, categories=["z", "b", "a"])
-    (colouring,) = choose_colourings(pd.DataFrame({"type": column}))
+    obs = pd.DataFrame({"type": column})
+    (colouring,) = choose(obs)
     assert sorted(c.name for c in colouring.categories) == ["a", "b"]
 
 
@@ -83,7 +88,7 @@ def test_groups_are_numbered_where_they_lie_apart(apart: float, labels: int) -> 
     scores = rng.normal(size=(400, 2))
     scores[:, 0] += apart * codes
     obs = pd.DataFrame({"type": pd.Categorical.from_codes(codes, ["a", "b"])})
-    (colouring,) = choose_colourings(obs)
+    (colouring,) = choose(obs)
     svg = pca_figures.components(scores, (0, 1), colouring, name="m")
     # Only these numbers stand on a filled circle.
     assert svg.count("fill: var(--surface)") == labels

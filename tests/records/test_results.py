@@ -93,7 +93,8 @@ def test_many_rows_are_cut_into_chunks_and_shards(
     results.write_results(path, finished.obs, finished.var, finished.qc, finished.pca)
     root = zarr.open_group(path, mode="r")
     assert root["obsm/X_pca"].chunks == (100, 10)
-    assert root["obsm/X_pca"].shards == (400, 10)
+    assert root["obsm/X_pca"].shards is None
+    assert root["obsm/X_pca"].compressors == ()
     assert root["obs/_index"].chunks == (100,)
     assert root["obs/total_counts"].chunks == (100,)
     adata = ad.read_zarr(path)
