@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,8 @@ from tests.docs.pages import PAGES, ROOT, RUN, SHOWN, Block, blocks
 
 CODE = [block for page in PAGES for block in blocks(page)]
 WITH_CODE = sorted({b.page for b in CODE if b.language in RUN and b.not_run is None})
+
+OURS = re.compile(r"flows/\w+\.py|scgpu-tasks ")
 
 
 def where(block: Block) -> str:
@@ -122,7 +125,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     for block in CODE:
         if block.language not in ("bash", "sh"):
             continue
-        for line in block.code.replace("\\\n", " ").splitlines():
+        lines = block.code.replace("\\\n", " ").splitlines()
+        for line in (text for text in lines if OURS.search(text)):
             words = shlex.split(line, comments=True)
             for at, word in enumerate(words):
                 program = Path(word).name
