@@ -35,8 +35,10 @@ class ClusterError(ScgpuError, RuntimeError):
     """A Dask cluster cannot be started, reached or kept alive."""
 
 
-class OutOfMemoryError(ScgpuError, MemoryError):
+class OutOfMemoryError(MemoryError, ScgpuError):
     """A block does not fit into the memory of a worker or its GPU, however it is cut."""
+
+    # MemoryError first: the other way round Dask cannot unpickle it.
 
 
 class MissingPackageError(ScgpuError, ImportError):

@@ -87,22 +87,27 @@ def with_less(work: Callable[[int, int], None], need: Need, *, can_cut: bool) ->
         Not even a small part of the rows fits; says what to change.
     """
     start, stop = need.start, need.stop
-    parts = 0
+    parts, too_large = 0, ""
     with _one_at_a_time:
         least = max(1, (stop - start) // _PARTS)
         todo = [(start, stop)]
-        while todo:
+        while todo and not too_large:
             first, last = todo.pop()
             _free(on_gpu=need.on_gpu)
             try:
                 work(first, last)
             except MemoryError as error:
-                if not can_cut or last - first <= least:
-                    raise OutOfMemoryError(need.advice(error)) from error
-                middle = (first + last) // 2
-                todo += [(middle, last), (first, middle)]
+                if can_cut and last - first > least:
+                    middle = (first + last) // 2
+                    todo += [(middle, last), (first, middle)]
+                else:
+                    too_large = need.advice(error)
             else:
                 parts += 1
+    if too_large:
+        # Not from the allocator's error: that one may not travel to another process, and its
+        # traceback holds on to the block.
+        raise OutOfMemoryError(too_large)
     return parts
 
 

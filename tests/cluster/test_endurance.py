@@ -19,6 +19,7 @@ from scgpu_tasks.stages import dask_pool
 from scgpu_tasks.stages.engine import Engine
 from scgpu_tasks.stages.pca import run_pca
 from scgpu_tasks.stages.qc import run_qc
+from scgpu_tasks.stages.short_memory import Need, with_less
 from scgpu_tasks.stages.sources import as_source
 from tests.stages.atlases import Cut, atlas
 from tests.stages.test_engine import Totals
@@ -218,3 +219,26 @@ def test_a_visit_on_a_cpu_that_runs_out_of_memory_is_not_repeated():
     source = as_source(matrix)
     with pytest.raises(OutOfMemoryError, match="rows 0:600"), Engine(source) as engine:
         engine.fold(lambda _: Broken(), lambda *_: None)
+
+
+class StrangeError(MemoryError):
+    """Does not survive a trip to another process, like some of an allocator's own."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first}, {second}")
+
+
+class Stuck(Totals):
+    """Says that rows do not fit, with an error that cannot travel as its cause."""
+
+    def visit(self, rows, start):
+        def work(first, last):
+            raise StrangeError(first, last)
+
+        with_less(work, Need(start, start + rows.n_rows, 7, 7, False), can_cut=True)
+
+
+def test_a_block_that_does_not_fit_is_named_whatever_the_allocator_raised(client, small_store):
+    with pytest.raises(OutOfMemoryError, match="rows 0:1500") as caught:
+        total(small_store, Stuck())
+    assert "on the worker at tcp://" in " ".join(caught.value.__notes__)

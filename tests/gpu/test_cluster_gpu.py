@@ -179,6 +179,10 @@ def assert_same_bytes(found: PCAResult, want: PCAResult) -> None:
         assert getattr(found, name).tobytes() == getattr(want, name).tobytes(), name
 
 
+def first_visible() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0]
+
+
 def take(n_bytes: int) -> str:
     """Take memory through CuPy, in a worker; say how that went."""
     import cupy
@@ -216,8 +220,8 @@ def test_each_worker_has_a_gpu_of_its_own_rmm_a_limit_and_gpu_reads(client: Any)
         assert worker["allocator"] == "LimitingResourceAdaptor on CudaAsyncMemoryResource"
         assert 0.7 < worker["gpu_memory_limit"] / worker["gpu_memory"] <= 0.7502
         assert worker["threads"] == 4
-    visible = client.run(os.environ.get, "CUDA_VISIBLE_DEVICES").values()
-    assert sorted(first.split(",")[0] for first in visible) == sorted(devices())
+    visible = client.run(first_visible).values()
+    assert sorted(visible) == sorted(devices())
 
 
 def test_workers_stop_at_their_limit_and_work_on(client: Any) -> None:
