@@ -185,7 +185,7 @@ def list_text(
         mark = "in use" if entry.in_use else ""
         if gone is not None:
             mark = ("would go" if dry_run else "removed") if entry in gone else mark
-        used = f"{words.duration(max(0.0, now - entry.used))} ago" if entry.used else "damaged"
+        used = _ago(now - entry.used) if entry.used else "damaged"
         rows.append(
             [
                 entry.stage,
@@ -204,3 +204,8 @@ def list_text(
         done = ("would be removed", "would be free") if dry_run else ("removed", "freed")
         lines.append(f"{len(gone)} {done[0]}, {freed} {done[1]}")
     return "\n".join(lines)
+
+
+def _ago(seconds: float) -> str:
+    days = int(seconds // _UNITS["d"])
+    return f"{days} days ago" if days > 1 else f"{words.duration(max(0.0, seconds))} ago"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zarr
+from numpy.typing import NDArray
 
 from scgpu_tasks.errors import DataError, FormatError, ParameterError
+from scgpu_tasks.io.convert.readers import ArrayReader
 from scgpu_tasks.io.elements import open_files
 from scgpu_tasks.io.lazy import read_table
 from scgpu_tasks.io.rows import RowBlocks, open_rows
-from scgpu_tasks.io.source import encoding, open_source
+from scgpu_tasks.io.source import Source, encoding, open_source
 from scgpu_tasks.kernels.qc import WHOLE_TOLERANCE
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
 from scgpu_tasks.stages.qc_errors import fraction_words
@@ -118,7 +122,7 @@ def probe_source(source: str, qc: QCSpec, hvg: HVGSpec, pca: PCASpec) -> None:
 
     Raises
     ------
-    StoreError, FormatError, ParameterError, DataError
+    StoreError, FormatError, ParameterError, DataError, CorruptChunkError
         As `probe`.
     """
     with open_source(source) as opened:
@@ -138,12 +142,16 @@ def probe_source(source: str, qc: QCSpec, hvg: HVGSpec, pca: PCASpec) -> None:
         stop = min(SAMPLE_CELLS, n_obs)
         if not qc.expect_counts or not stop or encoding(node) == "csc_matrix":
             return
+        if isinstance(root, zarr.Group) and "://" not in source:
+            # As `probe` reads a store: damage is told with array, shard and chunk.
+            _require_counts(open_rows(source, layer=qc.layer), read_table(source, "var"))
+            return
         if sparse:
-            indptr = np.asarray(node["indptr"][: stop + 1])
+            indptr = _first_rows(opened, f"{element}/indptr", stop + 1)
             end = int(indptr[-1])
-            values, indices = np.asarray(node["data"][:end]), node["indices"]
+            values, indices = _first_rows(opened, f"{element}/data", end), node["indices"]
         else:
-            values, indptr, indices = np.asarray(node[:stop]), None, None
+            values, indptr, indices = _first_rows(opened, element, stop), None, None
         _require_whole(
             values,
             indptr,
@@ -152,6 +160,14 @@ def probe_source(source: str, qc: QCSpec, hvg: HVGSpec, pca: PCASpec) -> None:
             lambda cell: _name(root["obs"], cell),
             lambda gene: _name(root["var"], gene),
         )
+
+
+def _first_rows(source: Source, path: str, stop: int) -> NDArray[Any]:
+    """Read the first rows of an array; damage of an HDF5 file is told with array and chunk."""
+    with tempfile.TemporaryDirectory(prefix="scgpu-probe-") as scratch:
+        read = ArrayReader(source, path, Path(scratch))
+        # Of a giant chunk the conversion makes a scratch file; a look is not worth one.
+        return np.asarray(source.node(path)[:stop]) if read.spills else read(0, stop)
 
 
 def _name(table: Any, position: int) -> str:

@@ -172,7 +172,7 @@ def compare_text(first: Record, second: Record) -> str:
     for group in ("parameters", "results", "store", "cluster", "versions", "hardware"):
         if group not in found:
             continue
-        rows += [["", "", ""], [f"{group} that differ", "", ""]]
+        rows += [["", "", ""], [f"differences in {group}:", "", ""]]
         rows += [[f"  {n}", _word(n, a), _word(n, b)] for n, (a, b) in found[group].items()]
     same = [g for g in ("parameters", "results", "versions") if g not in found]
     text = words.columns(rows)
@@ -222,6 +222,8 @@ def _word(name: str, value: Any) -> str:
         return ", ".join(map(str, value)) or _DASH
     if name.endswith("variance_explained"):
         return words.percent(value)
+    if name == "fingerprint":
+        return str(value)[:12]
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

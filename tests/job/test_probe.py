@@ -1,10 +1,13 @@
+import shutil
+
 import anndata as ad
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from scgpu_tasks.errors import DataError, FormatError, ParameterError
+from scgpu_tasks.errors import CorruptChunkError, DataError, FormatError, ParameterError
 from scgpu_tasks.job.probe import probe, probe_source
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
 
@@ -79,3 +82,29 @@ def test_what_later_stages_could_not_do_is_refused(look):
         look(counts(), specs=(QCSpec(), HVGSpec(n_top_genes=30, batch_key="donor"), SPECS[2]))
     with pytest.raises(FormatError, match="raw"):
         look(counts(), specs=(QCSpec(layer="raw"), *SPECS[1:]))
+
+
+def flip(path, at):
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 0xFF
+    path.write_bytes(raw)
+
+
+def test_damage_of_a_zarr_source_is_told_with_array_shard_and_chunk(small_store, tmp_path):
+    source = shutil.copytree(small_store, tmp_path / "a.zarr")
+    flip(source / "X" / "data" / "c" / "0", 40)
+    with pytest.raises(CorruptChunkError, match="X/data") as e:
+        probe_source(str(source), *SPECS)
+    assert (e.value.array, e.value.shard, e.value.chunk) == ("X/data", "c/0", (0,))
+
+
+def test_damage_of_an_h5ad_source_is_told_with_array_and_chunk(tmp_path):
+    source = tmp_path / "a.h5ad"
+    ad.AnnData(sp.csr_matrix(counts())).write_h5ad(source, compression="gzip")
+    with h5py.File(source) as file:
+        at = file["X/data"].id.get_chunk_info(0).byte_offset
+    flip(source, at + 30)
+    with pytest.raises(CorruptChunkError, match="X/data") as e:
+        probe_source(str(source), *SPECS)
+    assert (e.value.array, e.value.shard) == ("X/data", "0")
+    assert "copy it again" in str(e.value)

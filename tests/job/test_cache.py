@@ -1,0 +1,108 @@
+import json
+import os
+import time
+
+import pytest
+
+from scgpu_tasks.__main__ import main
+from scgpu_tasks.job import cache
+from scgpu_tasks.job.owner import has_ended, owner
+from scgpu_tasks.job.workdir import MANIFEST, WorkDir
+
+DAY = 24 * 3600
+
+
+@pytest.fixture
+def work(tmp_path):
+    """Three stages of two stores, last used 0, 10 and 20 days ago."""
+    work = WorkDir(tmp_path / "work")
+    for days, (stage, key, store) in enumerate(
+        [
+            ("qc", "aa", "/data/a.zarr"),
+            ("pca", "bb", "/data/a.zarr"),
+            ("qc", "cc", "/data/b.zarr"),
+        ]
+    ):
+        with work.draft(stage) as draft:
+            (draft.path / "values").write_bytes(bytes(10_000))
+            done = draft.publish(key, inputs={"store": f"/data/{name}"}, summary={})
+        used = time.time() - 10 * days * DAY
+        os.utime(done.path / MANIFEST, (used, used))
+    return work
+
+
+def keys(work):
+    return {entry.key for entry in cache.entries(work.root)}
+
+
+def run(work, *arguments):
+    return main(["cache", "--work", str(work.root), *arguments])
+
+
+def test_what_is_kept_is_listed_and_nothing_is_removed_unasked(work, capsys):
+    assert run(work, "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(e["key"], e["store"], e["removed"]) for e in listed] == [
+        ("cc", "/data/b.zarr", False),
+        ("bb", "/data/a.zarr", False),
+        ("aa", "/data/a.zarr", False),
+    ]
+    assert all(10_000 < e["bytes"] < 11_000 for e in listed)
+    assert keys(work) == {"aa", "bb", "cc"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        (["--older-than", "15d"], {"aa", "bb"}),
+        (["--older-than", "9d"], {"aa"}),
+        (["--keep", "25kB"], {"aa", "bb"}),
+        (["--keep", "0"], set()),
+        (["--store", "a.zarr", "--all"], {"cc"}),
+        (["--all"], set()),
+        (["--all", "--dry-run"], {"aa", "bb", "cc"}),
+    ],
+)
+def test_stages_are_removed_by_age_size_and_store(work, arguments, left):
+    assert run(work, *arguments) == 0
+    assert keys(work) == left
+
+
+def test_what_a_run_needs_stays(work):
+    with work.hold(["bb"]):
+        assert run(work, "--all") == 0
+        assert keys(work) == {"bb"}
+        assert work.find("pca", "bb") is not None
+    assert run(work, "--all") == 0
+    assert keys(work) == set()
+
+
+def test_a_stage_that_a_run_begins_to_use_as_it_is_removed_comes_back(work, monkeypatch):
+    answers = iter([set(), {"bb"}])
+    monkeypatch.setattr("scgpu_tasks.job.workdir.held_keys", lambda _: next(answers))
+    chosen = [entry for entry in cache.entries(work.root) if entry.key == "bb"]
+    assert cache.remove(chosen) == []
+    assert work.find("pca", "bb") is not None
+
+
+def test_what_a_killed_run_held_is_free_again(work):
+    machine, _, started = owner().split("-")
+    gone = f"{machine}-{2**22 + 1}-{started}"
+    assert has_ended(gone)
+    (work.root / ".held").mkdir()
+    (work.root / ".held" / f"{gone}-0").write_text("aa")
+    assert run(work, "--all") == 0
+    assert keys(work) == set()
+    work.clean()
+    assert list((work.root / ".held").iterdir()) == []
+
+
+def test_using_a_stage_makes_it_young(work):
+    assert work.find("qc", "cc") is not None
+    assert next(entry.key for entry in cache.entries(work.root)) == "bb"
+
+
+@pytest.mark.parametrize("option", [["--older-than", "soon"], ["--keep", "3 apples"]])
+def test_a_measure_that_is_none_is_refused(work, capsys, option):
+    assert run(work, *option) == 1
+    assert "is not a" in capsys.readouterr().err
