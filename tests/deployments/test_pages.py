@@ -132,7 +132,7 @@ def test_a_run_shows_stages_progress_and_figures(
 
     operator.wait_for(ended, PATIENCE, "end of the run")
     look(where, "Finished in state Completed()", "4 Task runs", picture="run-done")
-    page.get_by_role("tab", name="Task Runs").click()
+    page.get_by_text("Task Runs", exact=True).click()
     for stage in ("check liver", "load liver", "qc liver", "pca liver"):
         page.get_by_text(stage).first.wait_for()
     look(artifact(operator, "liver-qc"), "18,516 of 20,000 cells", picture="run-qc")
