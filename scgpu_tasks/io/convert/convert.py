@@ -290,8 +290,11 @@ class _Conversion:
                 elements.check_strings(self.source, at, root, path)
         for path, at in plan.elements:
             elements.copy_element(self.source, at, root, path)
+            if self.verify:
+                elements.check_element(self.source, at, root, path)
         if plan.legacy:
-            elements.copy_legacy(self.source, root, work.scratch_name())
+            scratch = work.scratch_name()
+            elements.copy_legacy(self.source, root, scratch, verify=self.verify)
         work.note({"small": True})
 
     def _write_arrays(

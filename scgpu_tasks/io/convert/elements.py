@@ -11,11 +11,13 @@ from typing import Any
 import anndata as ad
 import h5py
 import numpy as np
+import pandas as pd
 import zarr
 from zarr.codecs import ZstdCodec
 from zarr.core.dtype import VariableLengthUTF8
 
 from scgpu_tasks.errors import CorruptChunkError, FormatError
+from scgpu_tasks.io.convert.compare import difference
 from scgpu_tasks.io.convert.plan import ArrayItem, Plan
 from scgpu_tasks.io.source import Source, plain_attrs
 
@@ -123,7 +125,7 @@ def copy_element(source: Source, at: str, root: zarr.Group, path: str) -> None:
     node = source.node(at)
     try:
         with quiet():
-            if isinstance(node, zarr.Array) and node.shape and node.dtype.kind in "VSUMm":
+            if _is_fixed_width(node):
                 _copy_fixed_width(node, root, path)
                 return
             value = ad.io.read_elem(node)
@@ -131,6 +133,34 @@ def copy_element(source: Source, at: str, root: zarr.Group, path: str) -> None:
     except (ad._io.specs.registry.IORegistryError, ValueError, TypeError, KeyError) as error:
         msg = f"{source.path}: {at} cannot be stored as zarr v3: {error}"
         raise FormatError(msg) from error
+
+
+def check_element(source: Source, at: str, root: zarr.Group, path: str) -> None:
+    """Compare one element with its source.
+
+    Raises
+    ------
+    CorruptChunkError
+        They differ; names the first place and both values.
+    """
+    node: Any = source.node(at)
+    copy: Any = root[path]
+    with quiet():
+        if _is_fixed_width(node):
+            told = difference(np.asarray(node[...]), np.asarray(copy[...]), path)
+        else:
+            told = difference(ad.io.read_elem(node), ad.io.read_elem(copy), path)
+    _refuse(told, root, path)
+
+
+def _refuse(told: str | None, root: zarr.Group, path: str) -> None:
+    if told is not None:
+        msg = f"{told}; run the conversion again"
+        raise CorruptChunkError(msg, store=str(root.store), array=path)
+
+
+def _is_fixed_width(node: Any) -> bool:
+    return isinstance(node, zarr.Array) and bool(node.shape) and node.dtype.kind in "VSUMm"
 
 
 def _copy_fixed_width(node: zarr.Array[Any], root: zarr.Group, path: str) -> None:
@@ -148,13 +178,19 @@ def _copy_fixed_width(node: zarr.Array[Any], root: zarr.Group, path: str) -> Non
         array[...] = np.asarray(node[...])
 
 
-def copy_legacy(source: Source, root: zarr.Group, scratch: Path) -> None:
-    """Copy all but the matrices of a file of anndata before 0.7.
+def copy_legacy(
+    source: Source, root: zarr.Group, scratch: Path, *, verify: bool = False
+) -> None:
+    """Copy all but the matrices of a file of anndata before 0.7, and compare if asked to.
 
     anndata reads a copy of the file that has no matrices, so its own rules for old files apply.
     """
     if source.kind != "h5ad":
-        msg = f"{source.path} is a zarr store of anndata before 0.7, which wrote none we know"
+        msg = (
+            f"{source.path} is a zarr store of anndata before 0.7, whose strings today's zarr "
+            "cannot read, and whose sparse layers and raw hold zeros, as that release lost "
+            "them; open it with the anndata that wrote it, and save it as h5ad"
+        )
         raise FormatError(msg)
     scratch.parent.mkdir(exist_ok=True)
     small = scratch.with_suffix(".h5ad")
@@ -168,14 +204,16 @@ def copy_legacy(source: Source, root: zarr.Group, scratch: Path) -> None:
         adata = ad.read_h5ad(small)
         small.unlink()
         parts = ["obs", "var", "obsm", "varm", "obsp", "varp", "uns"]
-        for name in parts:
-            value = getattr(adata, name)
-            value = value if name in ("obs", "var") else dict(value)
-            ad.io.write_elem(root, name, value)
+        found: dict[str, Any] = {name: getattr(adata, name) for name in parts}
         raw: Any = adata.raw
         if raw is not None:
-            ad.io.write_elem(root["raw"], "var", raw.var)
-            ad.io.write_elem(root["raw"], "varm", dict(raw.varm))
+            found |= {"raw/var": raw.var, "raw/varm": raw.varm}
+        for path, value in found.items():
+            plain = value if isinstance(value, pd.DataFrame) else dict(value)
+            parent, _, name = path.rpartition("/")
+            ad.io.write_elem(root[parent] if parent else root, name, plain)
+            if verify:
+                _refuse(difference(plain, ad.io.read_elem(root[path]), path), root, path)
 
 
 def _empty_like(node: Any, file: h5py.File) -> None:
