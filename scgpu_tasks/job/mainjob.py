@@ -94,6 +94,14 @@ def _complete(job: _Job, page: flowrun.RunPage | None) -> None:
     job.run()
     job.log.running = "record"
     results = job.results()
+    if results is None:
+        # Somebody removed finished stages meanwhile; those that are there are taken over.
+        job.run()
+        job.log.running = "record"
+        results = job.results()
+    if results is None:
+        msg = f"finished stages vanish from {job.work} before the record is written"
+        raise StoreError(msg)
     job.log.end("completed")
     release_room(job.folder)
     write_record(job.folder, job.log.content, **results)
@@ -179,14 +187,13 @@ class _Job:
                 with self._stage(stage) as entry:
                     self._note(entry, tasks.run_stage(plan, stage, refresh=stage in refresh))
 
-    def results(self) -> dict[str, Any]:
-        """Tables and results that the record is made of."""
+    def results(self) -> dict[str, Any] | None:
+        """Tables and results that the record is made of; None where they are gone."""
         work, plan = WorkDir(self.work), self.plan
         qc = work.read("qc", plan.key("qc"), read_qc)
         pca = work.read("pca", plan.key("pca"), read_pca)
         if qc is None or pca is None:
-            msg = f"finished stages vanished from {self.work} before the record was written"
-            raise StoreError(msg)
+            return None
         obs, var = read_tables(plan.store)
         tables = Path(self.work) / "qc" / plan.key("qc")
         return {"obs": obs, "var": var, "qc": qc, "pca": pca, "tables": tables}

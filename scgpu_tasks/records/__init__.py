@@ -105,10 +105,8 @@ def _write_results(
     from scgpu_tasks.records.tables import give_table, write_table
 
     for name, table in ((_CELLS, qc.cells), (_GENES, qc.genes)):
-        if tables is None:
+        if tables is None or not give_table(tables / name, folder / name):
             write_table(folder / name, table)
-        else:
-            give_table(tables / name, folder / name)
     flavor = run.get("parameters", {}).get("hvg_flavor", "seurat")
     write_results(folder / _RESULTS, obs, var, qc, pca, hvg_flavor=flavor)
 

@@ -49,7 +49,7 @@ def write_table(path: str | Path, table: pd.DataFrame) -> Path:
     return path
 
 
-def give_table(made: Path, path: Path) -> Path:
+def give_table(made: Path, path: Path) -> bool:
     """Put a table that is written already under another name, too.
 
     On one file system both names are of one file; nobody writes to it, and it lasts until the
@@ -61,13 +61,22 @@ def give_table(made: Path, path: Path) -> Path:
         The file.
     path
         Its other name; replaced if there.
+
+    Returns
+    -------
+    Whether the file was there to be given.
     """
-    with _in_one_step(path) as partial:
-        try:
-            os.link(made, partial)
-        except OSError:
-            shutil.copyfile(made, partial)
-    return path
+    try:
+        with _in_one_step(path) as partial:
+            try:
+                os.link(made, partial)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                shutil.copyfile(made, partial)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

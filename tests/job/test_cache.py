@@ -16,13 +16,8 @@ DAY = 24 * 3600
 def work(tmp_path):
     """Three stages of two stores, last used 0, 10 and 20 days ago."""
     work = WorkDir(tmp_path / "work")
-    for days, (stage, key, store) in enumerate(
-        [
-            ("qc", "aa", "/data/a.zarr"),
-            ("pca", "bb", "/data/a.zarr"),
-            ("qc", "cc", "/data/b.zarr"),
-        ]
-    ):
+    made = [("qc", "aa", "a.zarr"), ("pca", "bb", "a.zarr"), ("qc", "cc", "b.zarr")]
+    for days, (stage, key, name) in enumerate(made):
         with work.draft(stage) as draft:
             (draft.path / "values").write_bytes(bytes(10_000))
             done = draft.publish(key, inputs={"store": f"/data/{name}"}, summary={})
