@@ -15,6 +15,7 @@ from typing import Any
 
 import anndata as ad
 import pytest
+import yaml
 
 from scgpu_tasks.__main__ import _parser as command_parser
 from scgpu_tasks.datasets import write_synthetic
@@ -118,6 +119,11 @@ def test_a_block_is_run_or_says_why_not(block: Block) -> None:
     assert block.language in RUN | SHOWN, f"{where(block)}: say which language it is"
     if block.not_run is not None:
         assert len(block.not_run) > 10, f"{where(block)}: no reason is given"
+
+
+@pytest.mark.parametrize("block", [b for b in CODE if b.language == "yaml"], ids=where)
+def test_yaml_that_is_shown_can_be_read(block: Block) -> None:
+    assert all(isinstance(document, dict) for document in yaml.safe_load_all(block.code))
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
