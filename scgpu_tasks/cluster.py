@@ -20,7 +20,13 @@ from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from scgpu_tasks import cluster_gpus
-from scgpu_tasks.cluster_adopt import cluster_facts, connect, lost_workers, stop_work
+from scgpu_tasks.cluster_adopt import (
+    cluster_facts,
+    connect,
+    lost_workers,
+    require_reach,
+    stop_work,
+)
 from scgpu_tasks.cluster_checks import (
     LOOPBACK,
     refuse_child,
@@ -44,6 +50,7 @@ __all__ = [
     "lost_workers",
     "make_cluster",
     "plan_cluster",
+    "require_reach",
     "resolve_device",
     "start_cluster",
     "stop_work",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
+import urllib.error
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 from scgpu_tasks import __version__
@@ -17,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = "scgpu_tasks"
 _POLL_SECONDS = 0.2
+_REACH_SECONDS = 5.0
 _TLS = (
     "Dask reads certificates from its configuration or from the environment: "
     "DASK_DISTRIBUTED__COMM__TLS__CA_FILE, DASK_DISTRIBUTED__COMM__TLS__CLIENT__CERT and "
@@ -214,6 +218,46 @@ def _require_package(client: distributed.Client) -> None:
                 version,
                 __version__,
             )
+
+
+def require_reach(client: distributed.Client, url: str) -> None:
+    """See that all workers of a cluster reach a web server.
+
+    Parameters
+    ----------
+    client
+        Of the cluster.
+    url
+        Of a page that answers at once.
+
+    Raises
+    ------
+    ClusterError
+        Some do not.
+    """
+    answers = client.run(_reaches, url, on_error="return")
+    without = sorted(where for where, answer in answers.items() if answer is False)
+    if without:
+        msg = (
+            f"the Dask workers at {', '.join(without)} cannot reach the Prefect server at "
+            f"{url}: start one that listens on an address that they see (prefect server start --host "
+            "HOST) and set PREFECT_API_URL=http://HOST:4200/api"
+        )
+        raise ClusterError(msg)
+
+
+async def _reaches(url: str) -> bool:
+    return await asyncio.to_thread(_answers, url)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=_REACH_SECONDS):  # noqa: S310
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
 
 
 def lost_workers(client: distributed.Client, since: float) -> list[dict[str, Any]]:

@@ -27,11 +27,12 @@ from prefect.cache_policies import CachePolicy
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_API_URL
 from prefect.states import State
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from scgpu_tasks.cluster import cluster_facts, connect, lost_workers
+from scgpu_tasks.cluster import cluster_facts, connect, lost_workers, require_reach
 from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.flowrun import stage_run_name
 from scgpu_tasks.job import steps
@@ -210,7 +211,7 @@ def use_cluster(scheduler: str | None, **options: Any) -> dict[str, Any]:
     Raises
     ------
     ClusterError
-        Nobody answers at that address.
+        Nobody answers at that address, or its workers do not reach the Prefect server.
     """
     runner = _dask_runner()
     if runner is None:
@@ -220,6 +221,9 @@ def use_cluster(scheduler: str | None, **options: Any) -> dict[str, Any]:
         return {}
     with connect(scheduler, set_as_default=False) as client:
         found = cluster_facts(client)
+        url = PREFECT_API_URL.value()
+        if url:
+            require_reach(client, f"{url}/health")
     runner.cluster_class = runner.resolved_cluster_class = None
     runner.address = scheduler
     return found

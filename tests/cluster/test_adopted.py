@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import http.server
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import anndata
 import distributed
 import pytest
 
-from scgpu_tasks.cluster import cluster_facts, connect, lost_workers, start_cluster, stop_work
+from scgpu_tasks.cluster import (
+    cluster_facts,
+    connect,
+    lost_workers,
+    require_reach,
+    start_cluster,
+    stop_work,
+)
 from scgpu_tasks.errors import ClusterError, ParameterError
 from scgpu_tasks.io.rows import open_rows
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
@@ -85,6 +95,23 @@ def test_stages_give_the_same_bytes_from_this_process_and_from_a_task(theirs, sm
         assert bytes_of(both(small_store)) == alone
         inside = client.submit(both, small_store, pure=False).result(timeout=120)
     assert bytes_of(inside) == alone
+
+
+def test_workers_that_do_not_reach_a_server_are_named(theirs, tmp_path):
+    with connect(theirs.address) as client:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{closed.getsockname()[1]}/api/health"
+        with pytest.raises(ClusterError, match=rf"workers at tcp://.* cannot reach .*{url}"):
+            require_reach(client, url)
+        server = http.server.ThreadingHTTPServer(
+            ("127.0.0.1", 0), http.server.BaseHTTPRequestHandler
+        )
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        # It answers, if only that it does not do this: that is enough.
+        require_reach(client, f"http://127.0.0.1:{server.server_port}/api/health")
+        server.shutdown()
+        server.server_close()
 
 
 class Slow(Totals):

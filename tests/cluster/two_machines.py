@@ -199,7 +199,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         shared / "atlas.zarr", arguments.cells, 2_000, nnz_per_cell=200, n_types=4, seed=5
     )
     environment = certificates(folder) if arguments.tls else {}
-    environment["PREFECT_API_URL"] = f"http://{NETWORK}.1:{API_PORT}/api"
+    if not arguments.no_server:
+        environment["PREFECT_API_URL"] = f"http://{NETWORK}.1:{API_PORT}/api"
     found: dict[str, Any] = {"cells": arguments.cells, "tls": arguments.tls}
     flow = [sys.executable, str(FLOW), "--store", str(store), "--chunks=200", *OPTIONS]
     with Machines(folder, environment) as machines:
@@ -212,6 +213,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         code = process.wait(arguments.timeout)
         found |= {"exit": code, "seconds": round(time.monotonic() - start, 1)}
         print((folder / HEAD / f"log-{len(machines.processes) - 1}").read_text(), flush=True)
+        if code:
+            return found | {"same_scores": False, "logs": logs(folder)}
         record = json.loads(max(out.glob("*/run.json")).read_text())
         found |= {"state": record["state"], "cluster": record["cluster"]}
         found["summaries"] = {
@@ -221,11 +224,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if arguments.cut != "none":
             machines.link(found["cut"], "up")
             found["said_by_worker"] = said(machines, found["cut"])
-        found["logs"] = {
-            str(log.relative_to(folder)): log.read_text()[-3000:]
-            for log in sorted(folder.glob("scgpu-*/log-*"))
-            if code or arguments.logs
-        }
+        found["logs"] = logs(folder) if arguments.logs else {}
     alone = {n: v for n, v in os.environ.items() if n != "PREFECT_API_URL"}
     here = folder / "here"
     (folder / "home").mkdir()
@@ -234,6 +233,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     found["same_scores"] = bool(np.array_equal(scores(out), scores(here)))
     return found
+
+
+def logs(folder: Path) -> dict[str, str]:
+    """The end of what each process printed."""
+    found = sorted(folder.glob("scgpu-*/log-*"))
+    return {str(log.relative_to(folder)): log.read_text()[-3000:] for log in found}
 
 
 def cut(machines: Machines, which: str, out: Path, process: Any) -> dict[str, Any]:
@@ -277,6 +282,9 @@ def main() -> int:
     parser.add_argument("--cells", type=int, default=20_000)
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for the flow")
     parser.add_argument("--logs", action="store_true", help="show the logs of all processes")
+    parser.add_argument(
+        "--no-server", action="store_true", help="let the run start its own server, on loopback"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="scgpu-machines-") as name:
         found = run(arguments, Path(name))
