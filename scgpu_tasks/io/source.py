@@ -7,6 +7,7 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import zarr
 from zarr.abc.store import Store
 from zarr.storage import FsspecStore, LocalStore, ZipStore
 
-from scgpu_tasks.errors import FormatError, MissingPackageError, StoreError
+from scgpu_tasks.errors import FormatError, MissingPackageError, ScgpuError, StoreError
 
 Node = h5py.Group | h5py.Dataset | zarr.Group | zarr.Array
 _EXTRA_PACKAGES = {
@@ -160,6 +161,27 @@ def _open_zarr(path: str, store: Store, what: str) -> Source:
         raise FormatError(msg) from error
     form = f"zarr v{root.metadata.zarr_format} {what}"
     return Source(path, "zarr", form, root, (store,))
+
+
+@contextmanager
+def reading(path: str, what: str) -> Iterator[None]:
+    """Name the source where the system cannot read it: otherwise a write would get the blame.
+
+    Raises
+    ------
+    StoreError
+        In place of any OSError.
+    """
+    try:
+        yield
+    except ScgpuError:
+        raise
+    except OSError as error:
+        msg = (
+            f"{path}: {what} cannot be read ({error.strerror or error}); see to its "
+            "permissions and its disk, and run the same command again: it goes on from here"
+        )
+        raise StoreError(msg) from error
 
 
 def filesystem(url: str) -> tuple[Any, str]:

@@ -375,3 +375,22 @@ def test_a_flipped_bit_of_a_converted_chunk_is_refused_wherever_it_is(
             assert told.chunk is not None
         file.write_bytes(whole)
     assert (open_rows(store).read(0, rows).to_matrix() != want).nnz == 0
+
+
+def test_a_source_that_cannot_be_read_is_named_and_nothing_else_is_blamed(
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "a.zarr"
+    write(atlas(), source, "zarr v2", 1)
+    # A folder where a file should be stands for a bad disk, and needs no rights of its own.
+    place = source / "X/data/0"
+    kept = place.rename(tmp_path / "kept")
+    place.mkdir()
+    told = r"a\.zarr: chunk 0 of X/data cannot be read \(Is a directory\)"
+    with pytest.raises(StoreError, match=told):
+        convert_zarr(source, tmp_path / "b.zarr")
+    assert not (tmp_path / "b.zarr").exists()
+    place.rmdir()
+    kept.rename(place)
+    convert_zarr(source, tmp_path / "b.zarr")
+    assert_same(read(source), read(tmp_path / "b.zarr"))

@@ -16,6 +16,7 @@ import pyarrow as pa
 from numcodecs import blosc, lz4, zstd
 
 from scgpu_tasks.errors import CorruptChunkError
+from scgpu_tasks.io.source import reading
 
 Bytes = bytes | bytearray | memoryview
 Decoder = Callable[[Bytes, int], Bytes]
@@ -95,6 +96,17 @@ class Chunks(ABC):
             found = f"a chunk decodes to {len(data)} bytes instead of {self.chunk_bytes}"
             raise self.corrupt(found, name)
         return np.frombuffer(data, self.stored).reshape(self.chunks)
+
+    def pread_blocks(self, path: Path, offset: int, size: int) -> Iterator[bytes]:
+        """Yield a part of a file a block at a time; ends early where the file does."""
+        with reading(self.store, f"{self.array} ({path})"), path.open("rb") as file:
+            while size:
+                data = os.pread(file.fileno(), min(BLOCK, size), offset)
+                if not data:
+                    return
+                yield data
+                offset += len(data)
+                size -= len(data)
 
     def corrupt(self, found: str, name: str) -> CorruptChunkError:
         """Return the error for a chunk that does not decode."""
@@ -194,15 +206,3 @@ class _Readable:
     def close(self) -> None:
         """Nothing is open."""
         self.closed = True
-
-
-def pread_blocks(path: Path, offset: int, size: int) -> Iterator[bytes]:
-    """Yield a part of a file a block at a time; ends early where the file does."""
-    with path.open("rb") as file:
-        while size:
-            data = os.pread(file.fileno(), min(BLOCK, size), offset)
-            if not data:
-                return
-            yield data
-            offset += len(data)
-            size -= len(data)

@@ -25,7 +25,14 @@ from scgpu_tasks.io.convert.runner import Runner
 from scgpu_tasks.io.convert.space import check_space, scratch_notes
 from scgpu_tasks.io.convert.work import WorkFolder, remove
 from scgpu_tasks.io.convert.worker import Task, Worker, write_error
-from scgpu_tasks.io.source import Source, absolute, is_url, open_source, source_stamp
+from scgpu_tasks.io.source import (
+    Source,
+    absolute,
+    is_url,
+    open_source,
+    reading,
+    source_stamp,
+)
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,8 @@ def convert_zarr(
     if only_untouched:
         require_untouched(target, absolute(src))
     with open_source(src) as source, folder as work:
-        conversion = _Conversion(source, work, spec, verify=verify)
+        with reading(source.path, "its metadata"):
+            conversion = _Conversion(source, work, spec, verify=verify)
         try:
             done = work.finish_earlier(conversion.key)
             if done is None:

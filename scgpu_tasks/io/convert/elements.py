@@ -19,7 +19,7 @@ from zarr.core.dtype import VariableLengthUTF8
 from scgpu_tasks.errors import CorruptChunkError, FormatError
 from scgpu_tasks.io.convert.compare import difference
 from scgpu_tasks.io.convert.plan import ArrayItem, Plan
-from scgpu_tasks.io.source import Source, plain_attrs
+from scgpu_tasks.io.source import Source, plain_attrs, reading
 
 _STRINGS_PER_CHUNK = 100_000
 
@@ -79,7 +79,9 @@ def copy_strings(
             overwrite=True,
         )
         for start in range(0, node.shape[0], rows):
-            array[start : start + rows] = read_strings(node, start, start + rows)
+            with reading(source.path, at):
+                values = read_strings(node, start, start + rows)
+            array[start : start + rows] = values
 
 
 def read_strings(node: h5py.Dataset | zarr.Array[Any], start: int, stop: int) -> np.ndarray:
@@ -100,7 +102,8 @@ def check_strings(source: Source, at: str, root: zarr.Group, path: str) -> None:
     node, array = source.node(at), root[path]
     rows = _STRINGS_PER_CHUNK
     for start in range(0, node.shape[0], rows):
-        want = read_strings(node, start, start + rows)
+        with reading(source.path, at):
+            want = read_strings(node, start, start + rows)
         found = read_strings(array, start, start + rows)
         if want.shape == found.shape and (want == found).all():
             continue
@@ -128,7 +131,8 @@ def copy_element(source: Source, at: str, root: zarr.Group, path: str) -> None:
             if _is_fixed_width(node):
                 _copy_fixed_width(node, root, path)
                 return
-            value = ad.io.read_elem(node)
+            with reading(source.path, at):
+                value = ad.io.read_elem(node)
             ad.io.write_elem(root[parent] if parent else root, name, value)
     except (ad._io.specs.registry.IORegistryError, ValueError, TypeError, KeyError) as error:
         msg = f"{source.path}: {at} cannot be stored as zarr v3: {error}"

@@ -12,6 +12,7 @@ import numpy as np
 
 from scgpu_tasks.io.convert import chunks as decode
 from scgpu_tasks.io.convert.chunks import Bytes, Chunks, Decoder
+from scgpu_tasks.io.source import reading
 
 _DEFLATE, _SHUFFLE, _BLOSC, _ZSTD = 1, 2, 32001, 32015
 _DECODERS: dict[int, Decoder] = {
@@ -63,7 +64,8 @@ class H5Chunks(Chunks):
         if not size:
             return np.full(self.chunks, self._fill, self.stored)
         name = ".".join(map(str, at))
-        data: Bytes = os.pread(self._fd, size, offset)
+        with reading(self.store, f"chunk {name} of {self.array}"):
+            data: Bytes = os.pread(self._fd, size, offset)
         if len(data) != size:
             found = f"the file ends {size - len(data)} bytes too early"
             raise self.corrupt(found, name)
@@ -84,7 +86,7 @@ class H5Chunks(Chunks):
     def stream(self, at: tuple[int, ...]) -> Iterator[Bytes] | None:
         """Return the decoded bytes of one chunk a piece at a time."""
         offset, size, mask = map(int, self._table[at])
-        blocks = decode.pread_blocks(self._path, offset, size)
+        blocks = self.pread_blocks(self._path, offset, size)
         match self._filters:
             case _ if not size or mask:
                 return None
@@ -131,7 +133,8 @@ class H5Contiguous(Chunks):
         """Put rows start:stop into `out`."""
         row = prod(self.shape[1:]) * self.stored.itemsize
         size = (stop - start) * row
-        data = os.pread(self._fd, size, self._offset + start * row)
+        with reading(self.store, self.array):
+            data = os.pread(self._fd, size, self._offset + start * row)
         if len(data) != size:
             found = f"the file ends {size - len(data)} bytes too early"
             raise self.corrupt(found, "contiguous")

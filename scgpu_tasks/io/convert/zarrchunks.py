@@ -13,6 +13,7 @@ from zarr.storage import LocalStore
 
 from scgpu_tasks.io.convert import chunks as decode
 from scgpu_tasks.io.convert.chunks import Bytes, Chunks, Decoder
+from scgpu_tasks.io.source import reading
 
 _DECODERS: dict[str, Decoder] = {
     "": decode.raw,
@@ -64,10 +65,11 @@ class ZarrChunks(Chunks):
     def chunk(self, at: tuple[int, ...]) -> np.ndarray:
         """Return one chunk."""
         name = self._key(at)
-        try:
-            data: Bytes = (self._folder / name).read_bytes()
-        except FileNotFoundError:
-            return np.full(self.chunks, self._fill, self.stored)
+        with reading(self.store, f"chunk {name} of {self.array}"):
+            try:
+                data: Bytes = (self._folder / name).read_bytes()
+            except FileNotFoundError:
+                return np.full(self.chunks, self._fill, self.stored)
         try:
             data = _DECODERS[self._codec](data, self.chunk_bytes)
         except (ValueError, RuntimeError) as error:
@@ -80,7 +82,7 @@ class ZarrChunks(Chunks):
         path = self._folder / self._key(at)
         if not path.exists():
             return None
-        blocks = decode.pread_blocks(path, 0, path.stat().st_size)
+        blocks = self.pread_blocks(path, 0, path.stat().st_size)
         match self._codec:
             case "":
                 return blocks

@@ -8,8 +8,11 @@ Run once with each old release, in an environment of its own:
     anndata 0.6.22      Python 3.7, pandas < 1, h5py < 2.11
     anndata 0.7.8       Python 3.8, pandas < 1.4, h5py < 3.7
     anndata 0.8.0       Python 3.9, pandas < 1.6
+
+and zarr 2 beside it for the zarr archives.
 """
 
+import shutil
 import sys
 
 import anndata as ad
@@ -56,6 +59,11 @@ def main(folder):
             adata.write_h5ad(path + ".h5ad", compression="gzip")
         else:
             adata.write(path + ".h5ad", compression="gzip")
+        if hasattr(adata, "write_zarr"):
+            # Releases before 0.7 cannot do without chunks of X.
+            old = ad.__version__.startswith("0.6")
+            adata.write_zarr(path + ".zarr", (5, 5) if old else None)
+            shutil.make_archive(path + ".zarr", "zip", path + ".zarr")
 
 
 if __name__ == "__main__":
