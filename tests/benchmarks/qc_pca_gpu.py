@@ -609,13 +609,17 @@ def host_decoding(client: Any, rows: Any, args: argparse.Namespace) -> dict[str,
     from scgpu_tasks.stages.qc import run_qc
     from tests.benchmarks import qc_pca_gpu as module
 
-    # The same pieces for both, small enough that all threads have work.
-    step = max(1, int(rows.bounds[1]) // QUARTER)
-    n = min(args.host_blocks * QUARTER, -(-rows.shape[0] // step))
-    bounds = np.append(np.arange(n) * step, min(n * step, rows.shape[0])).astype(np.int64)
+    # The same cells for both, in the blocks that suit each: the host's threads need many.
+    whole = int(rows.bounds[1])
+    n_cells = min(args.host_blocks * whole, rows.shape[0])
     found: dict[str, Any] = {}
     seconds = {}
-    for name, on_host in (("CPU decodes", True), ("GPU decodes", False)):
+    for name, on_host, step in (
+        ("CPU decodes", True, max(1, whole // QUARTER)),
+        ("GPU decodes", False, whole),
+    ):
+        bounds = np.append(np.arange(0, n_cells, step), n_cells).astype(np.int64)
+        n = len(bounds) - 1
         cut = replace(rows, bounds=bounds, device="cpu" if on_host else "gpu")
         part = module.Part(cut, n, on_host)
         obs = pd.DataFrame(index=pd.RangeIndex(part.shape[0]))
