@@ -240,8 +240,8 @@ def require_reach(client: distributed.Client, url: str) -> None:
     if without:
         msg = (
             f"the Dask workers at {', '.join(without)} cannot reach the Prefect server at "
-            f"{url}: start one that listens on an address that they see (prefect server start --host "
-            "HOST) and set PREFECT_API_URL=http://HOST:4200/api"
+            f"{url}: start one that listens on an address that they see (prefect server start "
+            "--host HOST) and set PREFECT_API_URL=http://HOST:4200/api"
         )
         raise ClusterError(msg)
 

@@ -217,10 +217,11 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             return found | {"same_scores": False, "logs": logs(folder)}
         record = json.loads(max(out.glob("*/run.json")).read_text())
         found |= {"state": record["state"], "cluster": record["cluster"]}
-        found["summaries"] = {
-            stage: summary.get("workers_lost", [])
-            for stage, summary in record["summary"].items()
-        }
+        for part in ("stages", "summary"):
+            found[part] = {
+                stage: content.get("workers_lost", [])
+                for stage, content in record[part].items()
+            }
         if arguments.cut != "none":
             machines.link(found["cut"], "up")
             found["said_by_worker"] = said(machines, found["cut"])
