@@ -47,7 +47,7 @@ class Refusal:
     """
 
     reason: str
-    remedy: str = "convert the store with scgpu_tasks.io.convert_zarr"
+    remedy: str = "convert the store with scgpu-tasks convert"
 
     def __str__(self) -> str:
         """Reason, then remedy."""
