@@ -167,7 +167,14 @@ def pointed_to(api: str, file: Path) -> Iterator[bool]:
         file.unlink(missing_ok=True)
 
 
-def _require_free(port: int) -> None:
+def require_free(port: int) -> None:
+    """Refuse a port of loopback that somebody listens on.
+
+    Raises
+    ------
+    ClusterError
+        With another port to name.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -220,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(options: Any) -> int:
     folder = Path(enter_checkout()["directory"])
-    _require_free(options.port)
+    require_free(options.port)
     exported = os.environ.get(API_URL)
     serve = _Serve(folder, options.port)
     for number in (signal.SIGINT, signal.SIGTERM):
