@@ -187,7 +187,7 @@ def stage_words(stage: str, summary: Mapping[str, Any]) -> str:
         return f"{words.size(summary.get('stored_bytes'))} stored, {how}"
     if stage == "check":
         slow = [f["what"] for f in summary["findings"] if f["slow"]]
-        return f"{len(slow)} things slow reading: {'; '.join(slow)}" if slow else "reads fast"
+        return f"reading is slowed by {'; '.join(slow)}" if slow else "reads fast"
     if stage == "load":
         cells, genes = summary["shape"]
         return (

@@ -102,7 +102,7 @@ def filter_rows(qc: QCResult) -> list[dict[str, Any]]:
         ]
         rows.append(
             {
-                "filter": f"all of {what}",
+                "filter": f"all filters of {what}",
                 "keeps": f"{table['kept']:,} of {table['total']:,} {what}",
                 "lost": f"{table['total'] - table['kept']:,} {what}",
                 "share": words.percent(table["total"] - table["kept"], table["total"]),

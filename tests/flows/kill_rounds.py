@@ -28,7 +28,7 @@ from scgpu_tasks.datasets import write_synthetic
 from tests.flows.conftest import CommandLine
 
 STAGES = ("check", "load", "qc", "pca")
-SLOW = ("--chunks=60", "--workers=1")
+SLOW = ("--chunks=200", "--workers=1")
 SECONDS_TO_END = 240
 
 

@@ -100,5 +100,5 @@ def test_what_cannot_be_shown_is_a_warning_and_no_failure(caplog):
 
 def test_a_stage_is_told_in_one_line():
     summary = {"findings": [{"slow": True, "what": "gzip"}, {"slow": False, "what": "small"}]}
-    assert stage_words("check", summary) == "1 things slow reading: gzip"
+    assert stage_words("check", summary) == "reading is slowed by gzip"
     assert stage_words("check", {"findings": []}) == "reads fast"
