@@ -148,10 +148,14 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(
     assert contents(target) == whole
     shutil.rmtree(target)
     kills = reused_at_all = 0
-    for _ in range(KILLS):
+    for _ in range(4 * KILLS):
+        if kills == KILLS:
+            break
         moment = chance.uniform(0, duration)
         killed, _ = converter.convert(source, target, chance.choice((1, 3)), moment)
         kills += killed
+        # The machine may have been busier when the time was taken.
+        duration *= 1 if killed else 0.8
         # Killed between the last rename and its end, it has tidying up to do.
         if not target.exists() or target.with_name("b.zarr.converting").exists():
             _, reused = converter.convert(source, target, 2)
@@ -160,7 +164,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(
         assert not target.with_name("b.zarr.converting").exists()
         shutil.rmtree(target)
     converter.convert(source, target, 2)
-    assert kills > KILLS // 2
+    assert kills == KILLS
     assert reused_at_all
     assert not target.with_name("b.zarr.converting").exists()
 
