@@ -81,6 +81,15 @@ def give_returns_their_type(
         lines[start:end] = [kind, *(f"    {line}" if line else "" for line in lines[start:end])]
 
 
+def spell_out_progress(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """Write the stages' type of `progress` out: only the conversion's is a class with a page."""
+    if not signature or "convert" in name:
+        return None
+    return signature.replace(": Progress", ": Callable[[int, int], None]"), returns
+
+
 class CommandHelp(SphinxDirective):
     """``.. command-help:: module:function ARGUMENTS``: what ``--help`` prints."""
 
@@ -106,4 +115,5 @@ class CommandHelp(SphinxDirective):
 def setup(app: Sphinx) -> None:
     """Register the above; before numpydoc, which has the default priority."""
     app.connect("autodoc-process-docstring", give_returns_their_type, priority=100)
+    app.connect("autodoc-process-signature", spell_out_progress)
     app.add_directive("command-help", CommandHelp)
