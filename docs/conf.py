@@ -84,7 +84,7 @@ def give_returns_their_type(
 def spell_out_progress(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
 ) -> tuple[str, str] | None:
-    """Write the stages' type of `progress` out: only the conversion's is a class with a page."""
+    """Write the stages' type of `progress` out; the class of that name is the conversion's."""
     if not signature or "convert" in name:
         return None
     return signature.replace(": Progress", ": Callable[[int, int], None]"), returns
