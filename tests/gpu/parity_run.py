@@ -2,7 +2,8 @@
 
     python -m tests.gpu.parity_run STORE [--chunks auto 7000 30000 80000 200000] [--gpus 1 2]
 
-STORE is made by ``tests.benchmarks.make_gpu_atlas STORE --n-obs 1000000 --genes-per-cell 1000``.
+STORE is made by
+``tests.benchmarks.make_gpu_atlas STORE --n-obs 1000000 --genes-per-cell 1000``.
 scanpy works in float64 in a process of its own, with the whole matrix in memory (some 60 GB),
 while the GPUs and then the CPU run here. Every comparison is printed; the exit status is 1 if
 one is beyond its tolerance.
