@@ -102,10 +102,10 @@ def _write_results(
     tables: Path | None,
 ) -> None:
     from scgpu_tasks.records.results import write_results
-    from scgpu_tasks.records.tables import give_table, write_table
+    from scgpu_tasks.records.tables import copy_table, write_table
 
     for name, table in ((_CELLS, qc.cells), (_GENES, qc.genes)):
-        if tables is None or not give_table(tables / name, folder / name):
+        if tables is None or not copy_table(tables / name, folder / name):
             write_table(folder / name, table)
     flavor = run.get("parameters", {}).get("hvg_flavor", "seurat")
     write_results(folder / _RESULTS, obs, var, qc, pca, hvg_flavor=flavor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,31 +48,23 @@ def write_table(path: str | Path, table: pd.DataFrame) -> Path:
     return path
 
 
-def give_table(made: Path, path: Path) -> bool:
-    """Put a table that is written already under another name, too.
-
-    On one file system both names are of one file; nobody writes to it, and it lasts until the
-    last name is removed.
+def copy_table(made: Path, path: Path) -> bool:
+    """Copy a table that is written already; no link, so that damage to one spares the other.
 
     Parameters
     ----------
     made
         The file.
     path
-        Its other name; replaced if there.
+        The copy; replaced if there.
 
     Returns
     -------
-    Whether the file was there to be given.
+    Whether the file was there to be copied.
     """
     try:
         with _in_one_step(path) as partial:
-            try:
-                os.link(made, partial)
-            except FileNotFoundError:
-                raise
-            except OSError:
-                shutil.copyfile(made, partial)
+            shutil.copyfile(made, partial)
     except FileNotFoundError:
         return False
     return True

@@ -51,16 +51,16 @@ def test_a_table_without_rows_keeps_its_columns(tmp_path: Path, finished) -> Non
     pd.testing.assert_frame_equal(back, table)
 
 
-def test_a_table_that_is_written_already_is_not_written_again(tmp_path: Path) -> None:
+def test_a_table_that_is_written_already_is_copied(tmp_path: Path) -> None:
     made = tables.write_table(
         tmp_path / "made.parquet", pd.DataFrame({"n": [1, 2]}, index=["a", "b"])
     )
     (tmp_path / "record").mkdir()
     given = tmp_path / "record" / "cells.parquet"
     given.write_bytes(b"old")
-    assert tables.give_table(made, given)
-    assert given.samefile(made)
+    assert tables.copy_table(made, given)
+    assert not given.samefile(made)
     made.unlink()
     assert list(pd.read_parquet(given).index) == ["a", "b"]
-    assert not tables.give_table(made, given)
+    assert not tables.copy_table(made, given)
     assert [path.name for path in given.parent.iterdir()] == ["cells.parquet"]
