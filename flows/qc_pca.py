@@ -94,7 +94,7 @@ def make_flow() -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    from scgpu_tasks.cluster import flow_cluster
+    from scgpu_tasks.cluster.start import flow_cluster
     from scgpu_tasks.job.commandline import parse_qc_pca, run_flow, show_record
 
     def cluster() -> dict[str, Any] | None:

@@ -231,7 +231,7 @@ def use_cluster(scheduler: str | None, **options: Any) -> dict[str, Any]:
 
 def dask_runner() -> Any:
     """Runner whose cluster comes from `scgpu_tasks.cluster`, started by its first task."""
-    return DaskTaskRunner(cluster_class="scgpu_tasks.cluster.ready_cluster")
+    return DaskTaskRunner(cluster_class="scgpu_tasks.cluster.start.ready_cluster")
 
 
 class _Listener:

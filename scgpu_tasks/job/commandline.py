@@ -278,7 +278,7 @@ def _say_record() -> None:
 
 
 def _begin_cluster(stack: contextlib.ExitStack, options: Mapping[str, Any]) -> None:
-    from scgpu_tasks.cluster import prestart
+    from scgpu_tasks.cluster.start import prestart
     from scgpu_tasks.errors import ScgpuError
 
     # Whatever is wrong is said by the flow, which leaves a record.

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from scgpu_tasks.cluster_plan import plan_cluster, resolve_device
+from scgpu_tasks.cluster.plan import plan_cluster, resolve_device
 from scgpu_tasks.errors import ParameterError
 from scgpu_tasks.job import runlog, steps
 from scgpu_tasks.job.conversion import Conversion, may_replace

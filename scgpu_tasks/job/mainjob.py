@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from scgpu_tasks import flowrun, tasks
-from scgpu_tasks.cluster import flow_cluster, resolve_device
-from scgpu_tasks.cluster_plan import plan_cluster
+from scgpu_tasks.cluster import resolve_device
+from scgpu_tasks.cluster.plan import plan_cluster
+from scgpu_tasks.cluster.start import flow_cluster
 from scgpu_tasks.errors import StoreError
 from scgpu_tasks.io.lazy import read_tables
 from scgpu_tasks.job import steps

@@ -12,8 +12,8 @@ import types
 
 import pytest
 
-from scgpu_tasks import cluster_gpus
-from scgpu_tasks.cluster_plan import plan_cluster, resolve_device
+from scgpu_tasks.cluster import gpus
+from scgpu_tasks.cluster.plan import plan_cluster, resolve_device
 from scgpu_tasks.errors import ClusterError, MissingPackageError, ParameterError
 
 GIB = 2**30
@@ -129,24 +129,24 @@ def test_a_mask_of_one_gpu_is_kept_to(driver, monkeypatch):
     ],
 )
 def test_packages_and_driver_must_fit(driver, monkeypatch, installed, cuda, match):
-    monkeypatch.setattr(cluster_gpus, "_installed", lambda name: name in installed)
+    monkeypatch.setattr(gpus, "_installed", lambda name: name in installed)
     driver.cuda = cuda
     if match is None:
-        cluster_gpus.require_driver()
+        gpus.require_driver()
         return
     with pytest.raises(ClusterError, match=match):
-        cluster_gpus.require_driver()
+        gpus.require_driver()
 
 
 def test_gpus_in_use_are_warned_of_and_full_ones_refused(driver, caplog):
     driver.used = [0.5, 30]
     with caplog.at_level(logging.WARNING):
-        cluster_gpus.require_memory(("GPU-0", "GPU-1"))
+        gpus.require_memory(("GPU-0", "GPU-1"))
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "GPU GPU-1 is in use already: 30.0 of 100.0 GiB are taken (by process 77)"
     driver.used = [99, 0]
     with pytest.raises(ClusterError, match=r"GPU-0 has too little memory left: 99\.0 of 100"):
-        cluster_gpus.require_memory(("GPU-0", "GPU-1"))
+        gpus.require_memory(("GPU-0", "GPU-1"))
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,8 @@ import psutil
 import pytest
 import zarr
 
-from scgpu_tasks import cluster_gpus
-from scgpu_tasks.cluster import cluster_facts, connect, make_cluster, start_cluster
-from scgpu_tasks.cluster_plan import plan_cluster, resolve_device
+from scgpu_tasks.cluster import cluster_facts, connect, gpus, make_cluster, start_cluster
+from scgpu_tasks.cluster.plan import plan_cluster, resolve_device
 from scgpu_tasks.errors import ClusterError, MissingPackageError, OutOfMemoryError
 from scgpu_tasks.io.rows import open_rows
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
@@ -64,7 +63,7 @@ def used() -> dict[str, int]:
 
 
 def devices() -> tuple[str, ...]:
-    return cluster_gpus.choose_devices(None, cluster_gpus.gpu_names())[:2]
+    return gpus.choose_devices(None, gpus.gpu_names())[:2]
 
 
 def settles(before: dict[str, int], seconds: float = 20.0) -> bool:
@@ -328,7 +327,7 @@ def test_a_block_that_never_fits_is_named_with_its_values_and_the_options(
 def test_managed_memory_has_its_pool_its_limit_and_gives_the_same_numbers(
     atlas: Any, calm: Any
 ) -> None:
-    total = cluster_gpus.total_bytes(devices()[0])
+    total = gpus.total_bytes(devices()[0])
     share = 4 * 2**30 / total
     with start_cluster(
         device="gpu", workers=1, managed_memory=True, gpu_share=share
@@ -382,11 +381,11 @@ def test_a_mask_that_names_no_gpu_is_refused_and_one_that_hides_all_means_the_cp
 def test_packages_for_a_later_cuda_than_the_drivers_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cluster_gpus.gpu_names()
-    cluster_gpus.require_driver()
+    gpus.gpu_names()
+    gpus.require_driver()
     # As if the packages were made for it; the driver's own number is real.
-    monkeypatch.setattr(cluster_gpus, "_CUPY", {99: "cupy-cuda99x"})
-    monkeypatch.setattr(cluster_gpus, "_installed", lambda _: True)
+    monkeypatch.setattr(gpus, "_CUPY", {99: "cupy-cuda99x"})
+    monkeypatch.setattr(gpus, "_installed", lambda _: True)
     with pytest.raises(ClusterError, match=r"made for CUDA 99, and the driver .* CUDA 1\d"):
         make_cluster("gpu", workers=1)
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from scgpu_tasks.cluster import make_cluster, start_cluster
-from scgpu_tasks.cluster_gpus import choose_devices
-from scgpu_tasks.cluster_plan import plan_cluster, resolve_device
+from scgpu_tasks.cluster.gpus import choose_devices
+from scgpu_tasks.cluster.plan import plan_cluster, resolve_device
 from scgpu_tasks.errors import ClusterError, MissingPackageError, ParameterError
 
 GIB = 2**30
@@ -40,7 +40,7 @@ def wait_until_gone(processes, seconds=15):
     ("cores", "gib", "workers", "threads"), [(1, 4, 1, 1), (2, 24, 1, 2), (16, 128, 4, 4)]
 )
 def test_a_cpu_plan_shares_out_cores_and_memory(monkeypatch, cores, gib, workers, threads):
-    monkeypatch.setattr("scgpu_tasks.cluster_plan._machine", lambda: (cores, gib * GIB))
+    monkeypatch.setattr("scgpu_tasks.cluster.plan._machine", lambda: (cores, gib * GIB))
     plan = plan_cluster("cpu")
     assert (plan.workers, plan.threads) == (workers, threads)
     assert plan.workers * plan.threads <= max(cores, 1)
@@ -48,13 +48,13 @@ def test_a_cpu_plan_shares_out_cores_and_memory(monkeypatch, cores, gib, workers
 
 
 def test_too_many_workers_for_the_memory_are_refused_with_both_numbers(monkeypatch):
-    monkeypatch.setattr("scgpu_tasks.cluster_plan._machine", lambda: (64, 4 * GIB))
+    monkeypatch.setattr("scgpu_tasks.cluster.plan._machine", lambda: (64, 4 * GIB))
     with pytest.raises(ClusterError, match=r"16 workers would have 230 MiB .* 512 MiB"):
         plan_cluster("cpu")
 
 
 def test_memory_limits_beyond_the_machine_are_refused(monkeypatch):
-    monkeypatch.setattr("scgpu_tasks.cluster_plan._machine", lambda: (4, 4 * GIB))
+    monkeypatch.setattr("scgpu_tasks.cluster.plan._machine", lambda: (4, 4 * GIB))
     with pytest.raises(ClusterError, match=r"2 workers .* need 6\.0 GiB"):
         plan_cluster("cpu", workers=2, memory_limit="3GiB")
 

@@ -120,7 +120,7 @@ def fit_out(client: distributed.Client) -> None:
         Workers lack this package, or run another Python.
     """
     _require_package(client)
-    from scgpu_tasks.cluster_workers import WorkerSettings
+    from scgpu_tasks.cluster.workers import WorkerSettings
 
     client.register_plugin(WorkerSettings(), name=WorkerSettings.name)
     found = cluster_facts(client)
@@ -140,10 +140,10 @@ def cluster_facts(client: distributed.Client) -> dict[str, Any]:
     Returns
     -------
     ``scheduler``, ``device``, ``workers`` (how many), ``threads`` and ``memory_limit`` (of all
-    together), ``each`` (`scgpu_tasks.cluster_workers.facts` by address) and ``amiss`` (what
+    together), ``each`` (`scgpu_tasks.cluster.workers.facts` by address) and ``amiss`` (what
     could not be set, and where). JSON-able.
     """
-    from scgpu_tasks.cluster_workers import facts
+    from scgpu_tasks.cluster.workers import facts
 
     scheduler: Any = client.scheduler
     each = {

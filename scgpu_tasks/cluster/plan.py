@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from scgpu_tasks import cluster_gpus
+from scgpu_tasks.cluster import gpus
 from scgpu_tasks.errors import ClusterError, MissingPackageError, ParameterError
 from scgpu_tasks.io.memory import memory_limit
 
@@ -104,10 +104,10 @@ def resolve_device(device: str = "auto") -> DeviceKind:
     if device not in ("auto", "cpu", "gpu"):
         msg = f"device must be auto, cpu or gpu, not {device!r}"
         raise ParameterError(msg)
-    if device == "cpu" or (device == "auto" and cluster_gpus.hidden()):
+    if device == "cpu" or (device == "auto" and gpus.hidden()):
         return "cpu"
     try:
-        found = cluster_gpus.gpu_names()
+        found = gpus.gpu_names()
     except MissingPackageError:
         if device == "gpu":
             raise
@@ -184,7 +184,7 @@ def plan_cluster(
     cores, memory = _machine()
     chosen: tuple[str, ...] = ()
     if kind == "gpu":
-        chosen = cluster_gpus.choose_devices(devices, cluster_gpus.gpu_names())[:workers]
+        chosen = gpus.choose_devices(devices, gpus.gpu_names())[:workers]
         if workers is not None and workers > len(chosen):
             msg = f"{workers} GPU workers asked for, but there are {len(chosen)} GPUs to use"
             raise ClusterError(msg)
@@ -215,7 +215,7 @@ def _with_gpu_memory(
     plan: ClusterPlan, share: float | None, managed_memory: bool
 ) -> ClusterPlan:
     # GPUs of one machine are alike, as a rule; the smallest one counts.
-    total = min(cluster_gpus.total_bytes(name) for name in plan.devices)
+    total = min(gpus.total_bytes(name) for name in plan.devices)
     limit = None if share is None else int(share * total) // _ALIGNED * _ALIGNED
     allocator = "RMM pool of managed memory" if managed_memory else "RMM asynchronous"
     return replace(plan, gpu_memory_limit=limit, allocator=allocator)

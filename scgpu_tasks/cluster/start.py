@@ -19,15 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
-from scgpu_tasks import cluster_gpus
-from scgpu_tasks.cluster_adopt import (
-    cluster_facts,
-    connect,
-    lost_workers,
-    require_reach,
-    stop_work,
-)
-from scgpu_tasks.cluster_checks import (
+from scgpu_tasks.cluster import gpus
+from scgpu_tasks.cluster.adopt import connect
+from scgpu_tasks.cluster.checks import (
     LOOPBACK,
     refuse_child,
     refuse_unguarded_main,
@@ -36,29 +30,16 @@ from scgpu_tasks.cluster_checks import (
     resolve_security,
     split_address,
 )
-from scgpu_tasks.cluster_plan import MAX_GPU_SHARE, ClusterPlan, plan_cluster, resolve_device
+from scgpu_tasks.cluster.plan import MAX_GPU_SHARE, ClusterPlan, plan_cluster, resolve_device
 from scgpu_tasks.errors import ClusterError, ParameterError, ScgpuError
 
 if TYPE_CHECKING:
     import distributed
     from distributed.deploy import Cluster
 
-__all__ = [
-    "ClusterPlan",
-    "cluster_facts",
-    "connect",
-    "lost_workers",
-    "make_cluster",
-    "plan_cluster",
-    "require_reach",
-    "resolve_device",
-    "start_cluster",
-    "stop_work",
-]
-
 logger = logging.getLogger(__name__)
 
-WORKER_PRELOAD = "scgpu_tasks.cluster_workers"
+WORKER_PRELOAD = "scgpu_tasks.cluster.workers"
 # Dask's own default is to wait for a worker for ever.
 NO_WORKERS_SECONDS = 300
 # Dask looks for a worker that died 15 s later, and gives it up for good if it is not there just
@@ -385,8 +366,8 @@ def _cluster_class(plan: ClusterPlan) -> Any:
 
 
 def _gpu_settings(plan: ClusterPlan, *, managed_memory: bool) -> dict[str, Any]:
-    cluster_gpus.require_driver()
-    cluster_gpus.require_memory(plan.devices)
+    gpus.require_driver()
+    gpus.require_memory(plan.devices)
     limit = plan.gpu_memory_limit
     settings: dict[str, Any] = {
         "CUDA_VISIBLE_DEVICES": list(plan.devices),
@@ -397,7 +378,7 @@ def _gpu_settings(plan: ClusterPlan, *, managed_memory: bool) -> dict[str, Any]:
     if not managed_memory:
         # It grows as needed; the limit is where it stops.
         return settings | {"rmm_async": True}
-    total = min(cluster_gpus.total_bytes(name) for name in plan.devices)
+    total = min(gpus.total_bytes(name) for name in plan.devices)
     first = int(MAX_GPU_SHARE * total)
     first = first if limit is None else min(first, limit)
     return settings | {"rmm_managed_memory": True, "rmm_pool_size": first}

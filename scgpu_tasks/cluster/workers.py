@@ -22,7 +22,7 @@ from distributed import WorkerPlugin
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from scgpu_tasks import __version__
-from scgpu_tasks.cluster_plan import MAX_GPU_SHARE
+from scgpu_tasks.cluster.plan import MAX_GPU_SHARE
 from scgpu_tasks.errors import MissingPackageError
 
 if TYPE_CHECKING:
