@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -20,6 +21,13 @@ HVG_FLAVORS: tuple[str, ...] = ("seurat", "cell_ranger", "seurat_v3")
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """Base of all specs."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                msg = f"{field.name} must be a finite number, or None for no limit, not {value}"
+                raise ParameterError(msg)
 
     def digest(self) -> str:
         """Hex SHA-256 of the kind of spec and its values; equal across processes."""
@@ -73,6 +81,7 @@ class QCSpec(Spec):
     expect_counts: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("min_genes", "max_genes", "min_counts", "max_counts", "min_cells"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -125,6 +134,7 @@ class HVGSpec(Spec):
     span: float = 0.3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.flavor not in HVG_FLAVORS:
             msg = f"hvg flavor {self.flavor!r} is not one of {', '.join(HVG_FLAVORS)}"
             raise ParameterError(msg)
@@ -155,6 +165,7 @@ class PCASpec(Spec):
     zero_center: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.n_comps < 1:
             msg = f"n_comps must be at least 1, not {self.n_comps}"
             raise ParameterError(msg)

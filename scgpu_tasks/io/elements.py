@@ -12,6 +12,7 @@ import zipfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any, Protocol
 
 from zarr.abc.store import Store
@@ -181,7 +182,7 @@ def open_files(path: str | os.PathLike[str]) -> Files:
     """
     text = os.fspath(path)
     if "://" in text and not text.startswith("file://"):
-        msg = f"{text} is remote: copy it here with `{_CONVERT} {text} DST`"
+        msg = f"{text} is remote: copy it here with `{_CONVERT} {quote(text)} DST`"
         raise FormatError(msg)
     text = str(Path(text.removeprefix("file://")).absolute())
     where = Path(text)
@@ -194,7 +195,9 @@ def open_files(path: str | os.PathLike[str]) -> Files:
         with where.open("rb") as file:
             signature = file.read(8)
         if signature == _HDF5_SIGNATURE or where.suffix in (".h5ad", ".h5"):
-            msg = f"{text} is an HDF5 file, not a zarr store: `{_CONVERT} {text} DST.zarr`"
+            msg = (
+                f"{text} is an HDF5 file, not a zarr store: `{_CONVERT} {quote(text)} DST.zarr`"
+            )
             raise FormatError(msg)
         if zipfile.is_zipfile(text):
             return ZipFiles(text)
@@ -281,7 +284,7 @@ def find_matrix(files: Files, layer: str | None) -> Node:
     if node.encoding == "csc_matrix":
         msg = (
             f"{name} of {files.path} is CSC (by gene), and cells can only be read from CSR: "
-            f"`{_CONVERT} {files.path} DST --csr`"
+            f"`{_CONVERT} {quote(files.path)} DST --csr`"
         )
         raise FormatError(msg)
     if node.is_array != (node.encoding == "array") or (

@@ -67,9 +67,14 @@ def entries(work: Path) -> list[Entry]:
     found = [
         entry
         for path in work.glob(f"*/*/{MANIFEST}")
-        if not path.parent.name.startswith(".") and (entry := _entry(path.parent, held))
+        if _is_ours(path.parent) and (entry := _entry(path.parent, held))
     ]
     return sorted(found, key=lambda entry: entry.used)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Tell whether a folder is named as stages name theirs: nothing else may be removed."""
+    return re.fullmatch("[0-9a-f]{40}", folder.name) is not None
 
 
 def _entry(folder: Path, held: set[str]) -> Entry | None:

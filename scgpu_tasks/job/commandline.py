@@ -20,7 +20,11 @@ from scgpu_tasks.job.server import answering, prefect_api
 
 EXIT_FAILED = 1
 
-_MESSAGES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_MESSAGES: dict[int, str] = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "its terminal was closed",
+}
 
 
 class Terminated(BaseException):
@@ -210,6 +214,11 @@ def run_flow(
     except Terminated:
         came = came or [signal.SIGTERM]
     except Exception as error:  # noqa: BLE001 - the shell gets a message and a code
+        done = _completed() if isinstance(error, TimeoutError) else None
+        if done is not None:
+            show(done)
+            _say("note: the Dask cluster did not close in time; the run itself is complete")
+            return 0
         if not came:
             return _report(error, debug=debug)
     if came:
@@ -267,6 +276,18 @@ def _report(error: Exception, *, debug: bool) -> int:
     _say(f"error: {describe_error(error)}")
     _say_record()
     return EXIT_FAILED
+
+
+def _completed() -> Mapping[str, Any] | None:
+    """Return what the record of this process's run says, if the run came to its end."""
+    from scgpu_tasks.job.runlog import announced
+    from scgpu_tasks.records.run import read_run
+
+    folder = announced()
+    if folder is None:
+        return None
+    run = read_run(folder)
+    return {**run, "record": str(folder)} if run["state"] == "completed" else None
 
 
 def _say_record() -> None:
@@ -330,7 +351,9 @@ def _signals_raise() -> Iterator[list[int]]:
         else:
             sys.__unraisablehook__(what)
 
-    before = {number: signal.signal(number, stop) for number in _MESSAGES}
+    # What is ignored stays so: `nohup` asks for that.
+    heard = [n for n in _MESSAGES if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heard}
     hook, sys.unraisablehook = sys.unraisablehook, dropped
     try:
         yield came
@@ -357,6 +380,8 @@ def show_record(result: Mapping[str, Any]) -> None:
         f"{store['path']}\n"
         f"  kept {qc['n_cells_kept']:,} cells and {qc['n_genes_kept']:,} genes; "
         f"{qc['n_hvg']:,} highly variable; {pca['n_comps']} components\n"
-        f"  {stages}; {result['seconds']:.1f} s in all\n"
-        f"  report: {result['record']}/report.html"
+        f"  {stages}; {result['seconds']:.1f} s in all"
     )
+    for note in qc.get("notes", ()):
+        print(f"  note: {note}")
+    print(f"  report: {result['record']}/report.html")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scgpu_tasks.errors import OutputError, StoreError
+from scgpu_tasks.errors import OutputError, ParameterError, StoreError
 from scgpu_tasks.job.steps import describe
 from scgpu_tasks.job.workdir import StageFolder, WorkDir, stage_key
 
@@ -69,6 +69,16 @@ class Conversion:
         if "://" not in self.source and not Path(self.source).exists():
             msg = f"there is no source at {self.source} to convert; check the path"
             raise StoreError(msg)
+        if self.source == self.store or (
+            Path(self.store).exists()
+            and "://" not in self.source
+            and Path(self.store).samefile(self.source)
+        ):
+            msg = (
+                f"{self.store} is both --source and --store; give the new store a path of its "
+                "own, or leave --source out to use the store as it is"
+            )
+            raise ParameterError(msg)
 
     def made(self) -> StageFolder | None:
         """Note of this very conversion, if the store is still as it left it."""

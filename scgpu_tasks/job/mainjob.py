@@ -196,6 +196,8 @@ class _Job:
         if qc is None or pca is None:
             return None
         obs, var = read_tables(plan.store)
+        # Metrics and scores are of the cells that the stages read.
+        steps.require_unchanged(plan)
         tables = Path(self.work) / "qc" / plan.key("qc")
         return {"obs": obs, "var": var, "qc": qc, "pca": pca, "tables": tables}
 

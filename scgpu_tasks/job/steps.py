@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from scgpu_tasks.errors import FormatError, StoreError
@@ -211,8 +212,8 @@ def require_store(store: str) -> None:
         raise StoreError(msg)
     if store.endswith((".h5ad", ".h5")) and Path(store).is_file():
         msg = (
-            f"{store} is an HDF5 file, not a zarr store: run with --source {store} "
-            f"--store {Path(store).with_suffix('.zarr')}, which converts it first"
+            f"{store} is an HDF5 file, not a zarr store: run with --source {quote(store)} "
+            f"--store {quote(str(Path(store).with_suffix('.zarr')))}, which converts it first"
         )
         raise FormatError(msg)
 

@@ -365,7 +365,7 @@ def held_keys(root: Path) -> set[str]:
     for note in root.glob(f"{_HELD}/*"):
         with contextlib.suppress(FileNotFoundError):
             if not _abandoned(note):
-                keys |= set(note.read_text().split())
+                keys |= set(note.read_text(errors="replace").split())
     return keys
 
 

@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from scgpu_tasks.errors import ClusterError
@@ -197,7 +198,7 @@ def _say_ready(serve: _Serve, *, found: bool) -> None:
         f"Prefect's pages: {serve.ui}",
         "Deployed: atlas-qc, atlas-convert; their schedules are off. In another terminal:",
         "",
-        f"  cd {serve.folder}",
+        f"  cd {quote(str(serve.folder))}",
         *([] if found else [f"  export {API_URL}={serve.api}"]),
         f"  {shown} deployment run atlas-qc --watch",
         f"  {shown} deployment run atlas-qc -p store=mine.zarr -p n_comps=30",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from scgpu_tasks.errors import OutputError, ParameterError
 from scgpu_tasks.records import words
 from scgpu_tasks.records.run import read_run
+
+logger = logging.getLogger(__name__)
 
 _DASH = "–"
 
@@ -92,17 +95,25 @@ def open_record(out: Path, name: str) -> Record:
         record = _read(folder)
         if record is not None:
             return record
-    msg = f"there is no record {name} in {out}; `scgpu-tasks runs {out}` lists them"
+    command = f"scgpu-tasks runs --out {quote(str(out))}"
+    msg = f"there is no record {name} in {out}; `{command}` lists them"
     raise ParameterError(msg)
 
 
 def _read(folder: Path) -> Record | None:
     try:
         run = read_run(folder)
-    except (OSError, json.JSONDecodeError):
+        if not {"start", "state", "parameters", "stages", "summary"} <= set(run):
+            return None
+        record = Record(folder, run)
+        str.partition(record.facts()["start"], "T")
+    except OSError:
         return None
-    complete = {"start", "state", "parameters", "stages", "summary"} <= set(run)
-    return Record(folder, run) if complete else None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        logger.warning("%s/run.json is no record of a run, and is left out (%s)", folder, why)
+        return None
+    return record
 
 
 def list_text(records: Iterable[Record]) -> str:

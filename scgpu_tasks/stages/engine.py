@@ -73,6 +73,7 @@ class Engine:
         self.stored_bytes = 0
         self._homes: dict[int, str | None] = {}
         self.n_blocks = sum(span.n_blocks for span in self.spans)
+        self._counts = not isinstance(source, DaskBlocks | MemoryBlocks)
         self._progress = progress
         self._total = self.n_blocks * passes
         self._done = 0
@@ -163,6 +164,11 @@ class Engine:
         finally:
             for _, future in waiting:
                 self._pool.forget(future)
+
+    @property
+    def stored_bytes_read(self) -> int | None:
+        """Bytes read from disk; None where somebody else reads: Dask's arrays, memory."""
+        return self.stored_bytes if self._counts else None
 
     @property
     def passes(self) -> float:

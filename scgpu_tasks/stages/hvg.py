@@ -17,6 +17,8 @@ from scgpu_tasks.specs import HVGSpec
 
 # A normal distribution's standard deviation in median absolute deviations.
 _MAD_SCALE = 0.6744897501960817
+# The local regression of scikit-misc ends the process where it is given a gene or two.
+_LOESS_GENES = 10
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,12 @@ def clip_limits(batch: BatchMoments, span: float) -> tuple[np.ndarray, np.ndarra
     mean, var = batch.mean_var()
     expected = np.zeros(len(mean))
     varying = var > 0
+    if 0 < np.count_nonzero(varying) < _LOESS_GENES:
+        msg = (
+            f"seurat_v3 needs {_LOESS_GENES} genes that vary for its regression, not "
+            f"{np.count_nonzero(varying)}; use another flavor"
+        )
+        raise DataError(msg)
     if varying.any():
         model = loess(np.log10(mean[varying]), np.log10(var[varying]), span=span, degree=2)
         try:

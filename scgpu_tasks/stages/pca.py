@@ -197,7 +197,7 @@ def masked_pca(
             "n_comps": pca.n_comps,
             "zero_center": pca.zero_center,
             "passes": engine.passes,
-            "stored_bytes_read": engine.stored_bytes,
+            "stored_bytes_read": engine.stored_bytes_read,
             **engine.mishaps(),
         }
     return PCAResult(scores, PCs, variance, ratio, mean, summary)

@@ -194,7 +194,14 @@ class _Run:
     def _groups(self) -> tuple[np.ndarray, list[Any]]:
         if self.hvg.batch_key is None:
             return np.zeros(self.source.shape[0], np.int32), ["all"]
-        return batch_groups(self.obs, self.hvg.batch_key)
+        groups, categories = batch_groups(self.obs, self.hvg.batch_key)
+        without = int(np.count_nonzero(groups == len(categories)))
+        if without:
+            self.notes.append(
+                f"{without:,} cells have no {self.hvg.batch_key}: the choice of highly "
+                "variable genes leaves them out; all else counts them"
+            )
+        return groups, categories
 
     def measure(self, engine: Engine) -> None:
         """First visit: cell metrics, and gene moments if the filters are fixed."""
@@ -392,7 +399,7 @@ class _Run:
             if self.hvg.batch_key
             else [],
             "passes": engine.passes,
-            "stored_bytes_read": engine.stored_bytes,
+            "stored_bytes_read": engine.stored_bytes_read,
             **engine.mishaps(),
             "notes": self.notes,
         }

@@ -154,3 +154,21 @@ def test_a_plan_and_its_keys_survive_json(plan):
     other = replace(plan, pca=PCASpec(n_comps=6))
     assert other.key("qc") == plan.key("qc")
     assert other.key("pca") != plan.key("pca")
+
+
+def test_names_that_change_after_the_last_stage_do_not_reach_the_record(
+    runs, store, monkeypatch
+):
+    from scgpu_tasks.job import mainjob
+
+    read = mainjob.read_tables
+
+    def read_what_somebody_else_just_wrote(path):
+        tables = read(path)
+        rewrite_a_chunk(store)
+        return tables
+
+    monkeypatch.setattr(mainjob, "read_tables", read_what_somebody_else_just_wrote)
+    error, record = runs.failure(store)
+    assert "changed while it was being read" in str(error)
+    assert record["state"] == "failed"

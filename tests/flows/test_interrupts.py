@@ -46,10 +46,18 @@ def send_sigterm(run):
     run.terminate()
 
 
+def send_hangup(run):
+    run.send_signal(signal.SIGHUP)
+
+
 @pytest.mark.parametrize(
     ("send", "code", "word"),
-    [(send_ctrl_c, 130, "interrupted"), (send_sigterm, 143, "terminated")],
-    ids=["ctrl-c", "sigterm"],
+    [
+        (send_ctrl_c, 130, "interrupted"),
+        (send_sigterm, 143, "terminated"),
+        (send_hangup, 129, "its terminal was closed"),
+    ],
+    ids=["ctrl-c", "sigterm", "hangup"],
 )
 def test_a_run_that_is_stopped_leaves_no_process_and_the_next_goes_on(
     shell, store, send, code, word

@@ -91,3 +91,17 @@ def test_two_runs_are_compared_by_what_differs(out, capsys):
 def test_what_is_not_there_is_said(out, capsys, arguments, message):
     assert main(["runs", "--out", str(out), *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"5", b"null", b"\xff\xfe", b"[]"])
+def test_what_is_no_record_is_left_out_of_the_list(out, content):
+    (out / "half" / "run.json").write_bytes(content)
+    assert [r.folder.name for r in find_records(out)] == ["second", "first", "broken"]
+
+
+@pytest.mark.parametrize("change", [{"start": None}, {"summary": []}, {"stages": {"qc": {}}}])
+def test_a_record_with_a_part_of_another_kind_is_named_and_left_out(out, caplog, change):
+    written = json.loads((out / "first" / "run.json").read_text())
+    (out / "first" / "run.json").write_text(json.dumps(written | change))
+    assert [r.folder.name for r in find_records(out)] == ["second", "broken"]
+    assert "first/run.json is no record of a run" in caplog.text

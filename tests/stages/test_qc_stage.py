@@ -286,3 +286,18 @@ def test_tables_of_another_length_are_refused(data):
 def test_max_pct_mt_without_mt_is_noted(data):
     found = run_qc(*data, QCSpec(min_genes=20, qc_vars=("ribo",)), HVG)
     assert any("max_pct_mt was not applied" in note for note in found.summary["notes"])
+
+
+def test_cells_without_a_batch_are_noted(data):
+    matrix, obs, var = data
+    obs = obs.assign(batch=obs["batch"].astype(object).where(np.arange(len(obs)) % 10 > 0))
+    found = run_qc(matrix, obs, var, QC, HVGSpec(n_top_genes=50, batch_key="batch"))
+    assert any("60 cells have no batch" in note for note in found.summary["notes"])
+
+
+def test_seurat_v3_refuses_too_few_genes_for_its_regression(data):
+    pytest.importorskip("skmisc", reason="seurat_v3 needs scikit-misc")
+    matrix, obs, var = data
+    few = QCSpec(min_genes=0, max_pct_mt=None, min_cells=None)
+    with pytest.raises(DataError, match=r"10 genes that vary for its regression, not [1-3]"):
+        run_qc(matrix[:, :3], obs, var[:3], few, HVGSpec(flavor="seurat_v3", n_top_genes=2))
