@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,21 @@ from scgpu_tasks.datasets import write_synthetic
 # Numba compiles a kernel on its first call: no example has a deadline.
 settings.register_profile("scgpu", deadline=None, derandomize=True)
 settings.load_profile("scgpu")
+
+# Tests start servers of their own; one of the user's is none of their business.
+os.environ.pop("PREFECT_API_URL", None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_client_outlives_its_module() -> Iterator[None]:
+    """Close a Dask client that was left current: the next module's blocks would go there."""
+    yield
+    if "distributed" in sys.modules:
+        from distributed.client import _get_global_client
+
+        client = _get_global_client()
+        if client is not None:
+            client.close(timeout=10)
 
 
 @pytest.fixture(scope="session")
