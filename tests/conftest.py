@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,18 +16,6 @@ settings.load_profile("scgpu")
 
 # Tests start servers of their own; one of the user's is none of their business.
 os.environ.pop("PREFECT_API_URL", None)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_client_outlives_its_module() -> Iterator[None]:
-    """Close a Dask client that was left current: the next module's blocks would go there."""
-    yield
-    if "distributed" in sys.modules:
-        from distributed.client import _get_global_client
-
-        client = _get_global_client()
-        if client is not None:
-            client.close(timeout=10)
 
 
 @pytest.fixture(scope="session")
