@@ -19,10 +19,17 @@ import scipy.sparse as sp
 import zarr
 
 from scgpu_tasks.__main__ import main
-from scgpu_tasks.errors import CorruptChunkError, FormatError, OutputError, StoreError
+from scgpu_tasks.errors import (
+    ClusterError,
+    CorruptChunkError,
+    FormatError,
+    OutputError,
+    StoreError,
+)
 from scgpu_tasks.io.convert import ConvertSpec, convert_zarr, read_manifest, verify_store
 from scgpu_tasks.io.convert.many import convert_if_changed
 from scgpu_tasks.io.convert.prepared import file_name
+from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.rows import open_rows
 
 from .test_convert_round_trip import assert_same, atlas, read, write
@@ -145,7 +152,35 @@ def test_workers_that_live_on_read_what_the_source_holds_now(tmp_path: Path, how
                 new.replace(path)
             convert_zarr(path, target, overwrite=True)
             assert_same(read(path), read(target))
-            assert len(workers) == 0
+            assert str(path) not in workers.sources()
+
+
+def test_a_job_that_was_queued_when_its_conversion_failed_opens_and_writes_nothing(
+    tmp_path: Path, source: Path
+) -> None:
+    from distributed import Client, Event, LocalCluster
+
+    from scgpu_tasks.io.convert.worker import Task, forget, remote, workers
+
+    task = Task(str(source), str(tmp_path / "w"), SMALL, True, "stamp")
+
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        # The one thread is busy, so the job waits for it.
+        leave = Event("leave")
+        first = client.submit(Event.wait, leave, 30, pure=False)
+        queued = client.submit(remote, task, "", "write", Job("X/data", (0,), 1), pure=False)
+        client.run(forget, task)
+        leave.set()
+        with pytest.raises(ClusterError, match=rf"{source} has ended"):
+            queued.result(30)
+        assert first.result(30)
+    assert str(source) not in workers.sources()
+    assert not (tmp_path / "w").exists()
 
 
 def test_a_source_is_closed_only_when_its_last_job_has_ended(
@@ -173,7 +208,7 @@ def test_a_source_is_closed_only_when_its_last_job_has_ended(
             pass
     pool.forget(tasks[0])
     assert not closed
-    assert len(pool) == pool.LIMIT
+    assert len(pool.sources()) == pool.LIMIT
     leave.set()
     thread.join()
     assert closed == ["closed"]

@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from scgpu_tasks.errors import OutputError, ScgpuError
+from scgpu_tasks.errors import ClusterError, OutputError, ScgpuError
 from scgpu_tasks.io.convert import sorting
 from scgpu_tasks.io.convert.encode import write_file
 from scgpu_tasks.io.convert.options import ConvertSpec
@@ -135,18 +136,33 @@ class _Workers:
 
     # More than one: conversions on one cluster may take turns. A driver that died forgets none.
     LIMIT = 4
+    # Conversions that have ended, by their run; jobs of older ones have long left every queue.
+    ENDED = 1000
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[Task, _Held] = {}
+        self._ended: deque[str] = deque(maxlen=self.ENDED)
 
-    def __len__(self) -> int:
-        return len(self._held)
+    def sources(self) -> list[str]:
+        """Paths of the sources that are kept open."""
+        with self._lock:
+            return [task.source for task in self._held]
 
     @contextmanager
     def use(self, task: Task, stage: str) -> Iterator[Worker]:
-        """Worker of a conversion at a stage, opened where it is not."""
+        """Worker of a conversion at a stage, opened where it is not.
+
+        Raises
+        ------
+        ClusterError
+            The conversion has ended. A job that was queued then must neither keep the source
+            open nor write into a folder that may be the next conversion's.
+        """
         with self._lock:
+            if task.run in self._ended:
+                msg = f"the conversion of {task.source} has ended; there is nothing left to do"
+                raise ClusterError(msg)
             held = self._held.get(task)
             if held is None or held.stage != stage:
                 opened = _Held(Worker(task), stage)
@@ -163,8 +179,9 @@ class _Workers:
                 _close_unused(held)
 
     def forget(self, task: Task) -> None:
-        """Close what a conversion opened here."""
+        """Close what a conversion that has ended opened here; its jobs are refused now."""
         with self._lock:
+            self._ended.append(task.run)
             self._retire(task)
 
     def _retire(self, task: Task) -> None:
