@@ -60,6 +60,12 @@ def test_scripts_and_extras_that_the_workflow_names_are_there(jobs: dict[str, An
         assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 
 
+def test_every_path_among_the_gpu_lines_of_the_coverage_report_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    (paths,) = re.findall(r"^GPU = (.+)$", makefile, re.MULTILINE)
+    assert [path for path in paths.split(",") if not any(ROOT.glob(path))] == []
+
+
 def test_hooks_run_the_checks_of_ci_with_its_tools() -> None:
     (repository,) = read(".pre-commit-config.yaml")["repos"]
     hooks = {Path(hook["entry"].split()[0]).name for hook in repository["hooks"]}
