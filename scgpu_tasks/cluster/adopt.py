@@ -11,6 +11,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 from scgpu_tasks import __version__
+from scgpu_tasks.cluster.checks import last_line
 from scgpu_tasks.errors import ClusterError, ParameterError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def connect(
         client = distributed.Client(scheduler, security=security, timeout=timeout, **options)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         msg = (
-            f"no Dask scheduler answers at {scheduler} ({_last_line(error)}); "
+            f"no Dask scheduler answers at {scheduler} ({last_line(error)}); "
             f"check the address{_tls_hint(scheduler)}, or leave --scheduler out to start a "
             "cluster here"
         )
@@ -337,11 +338,3 @@ def _free() -> None:
     if switch is not None:
         switch.release_memory()
     trim()
-
-
-def _last_line(error: BaseException) -> str:
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    text = str(cause).strip() or type(cause).__name__
-    return text.splitlines()[-1]

@@ -93,3 +93,12 @@ def refuse_unguarded_main() -> None:
             'work under `if __name__ == "__main__":`'
         )
         raise ClusterError(msg)
+
+
+def last_line(error: BaseException) -> str:
+    """Last line of what an error was caused by: libraries say there what went wrong."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause).strip() or type(cause).__name__
+    return text.splitlines()[-1]

@@ -23,6 +23,7 @@ from scgpu_tasks.cluster import gpus
 from scgpu_tasks.cluster.adopt import connect
 from scgpu_tasks.cluster.checks import (
     LOOPBACK,
+    last_line,
     refuse_child,
     refuse_unguarded_main,
     require_free_port,
@@ -337,7 +338,7 @@ def _why_not(plan: ClusterPlan, error: BaseException, starting: _Starting) -> st
         )
     else:
         reason = (
-            f"{_last_line(error)}. What the workers say of it is above. A script that starts "
+            f"{last_line(error)}. What the workers say of it is above. A script that starts "
             'one needs `if __name__ == "__main__":` around its work, because every worker '
             "process imports the script again"
         )
@@ -396,11 +397,3 @@ def _quiet_environment() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _last_line(error: BaseException) -> str:
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    text = str(cause).strip() or type(cause).__name__
-    return text.splitlines()[-1]

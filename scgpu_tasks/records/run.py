@@ -132,11 +132,7 @@ def make_folder(folder: Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        msg = (
-            f"the run record cannot be written to {folder}: {error.strerror or error}. "
-            "Choose a folder that you may write to with --out."
-        )
-        raise OutputError(msg) from error
+        raise _unwritable(folder, error) from error
     return folder
 
 
@@ -157,12 +153,15 @@ def fresh_folder(out: Path, name: str) -> Path:
             folder = out / f"{name}-{number}"
             continue
         except OSError as error:
-            msg = (
-                f"the run record cannot be written to {folder}: {error.strerror or error}. "
-                "Choose a folder that you may write to with --out."
-            )
-            raise OutputError(msg) from error
+            raise _unwritable(folder, error) from error
         return folder
+
+
+def _unwritable(folder: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"the run record cannot be written to {folder}: {error.strerror or error}. "
+        "Choose a folder that you may write to with --out."
+    )
 
 
 def reserve_room(folder: Path) -> None:

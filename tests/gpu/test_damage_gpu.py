@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +13,15 @@ import zarr
 from zarr.codecs import ZstdCodec
 
 from scgpu_tasks.errors import CorruptChunkError
-from scgpu_tasks.io import scratch
 from tests.gpu.damage_run import UNCHECKED
 from tests.gpu.read_helpers import PROTOTYPE, gpu_missing, open_gpu, reads_as
 from tests.io.read_cases import read
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(gpu_missing()), reason=gpu_missing())]
-
-
-@pytest.fixture(autouse=True)
-def _all_on_the_gpu() -> Iterator[None]:
-    before = scratch.configure(replace(scratch.settings(), small_request=0))
-    yield
-    scratch.configure(before)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(gpu_missing()), reason=gpu_missing()),
+    pytest.mark.usefixtures("all_on_the_gpu"),
+]
 
 
 @pytest.mark.parametrize(("seconds", "way"), [(20, ()), (5, ("--small",))])

@@ -18,7 +18,7 @@ from scgpu_tasks.kernels.transform import Transform
 from tests.gpu.kernel_cases import dense, host, on_gpu, random_rows
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu_is_there")]
 
 INDEX_TYPES = (np.uint16, np.int32, np.int64)
 VALUE_TYPES = (np.uint8, np.uint16, np.int32, np.int64, np.float32, np.float64)
@@ -31,16 +31,6 @@ GRAM_TOLERANCE = {
     "tf32x2": 1e-5,
     "tf32": 2e-3,
 }
-
-
-@pytest.fixture(autouse=True)
-def _device() -> None:
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"no GPU: {error}")
-    if not count:
-        pytest.skip("no GPU")
 
 
 def assert_same(found: Any, expected: Any) -> None:

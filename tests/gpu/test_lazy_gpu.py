@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,18 @@ from zarr.codecs import BloscCodec, ZstdCodec
 from scgpu_tasks.datasets import write_synthetic
 from scgpu_tasks.errors import CorruptChunkError, DataError, FormatError
 from scgpu_tasks.io import scratch
-from scgpu_tasks.io.counters import read_statistics, reset_statistics
+from scgpu_tasks.io.counters import read_statistics
 from scgpu_tasks.io.lazy import read_lazy
 from scgpu_tasks.io.rows import open_rows
 from scgpu_tasks.io.settings import ReadSettings
 from tests.gpu.read_helpers import gpu_missing
 from tests.io.stores import sample, write, write_csr
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(gpu_missing()), reason=gpu_missing())]
-
-
-@pytest.fixture(autouse=True)
-def _all_on_the_gpu() -> Iterator[None]:
-    reset_statistics()
-    before = scratch.configure(replace(scratch.settings(), small_request=0))
-    yield
-    scratch.configure(before)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(gpu_missing()), reason=gpu_missing()),
+    pytest.mark.usefixtures("all_on_the_gpu"),
+]
 
 
 def test_single_rows_are_read_as_blocks_are(small_store: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -32,15 +31,11 @@ from tests.io.read_cases import (
     seeded,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(gpu_missing()), reason=gpu_missing())]
-
-
-@pytest.fixture(autouse=True)
-def _all_on_the_gpu() -> Iterator[None]:
-    reset_statistics()
-    before = scratch.configure(replace(scratch.settings(), small_request=0))
-    yield
-    scratch.configure(before)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(gpu_missing()), reason=gpu_missing()),
+    pytest.mark.usefixtures("all_on_the_gpu"),
+]
 
 
 def counts() -> dict[str, Any]:

@@ -21,21 +21,11 @@ from scgpu_tasks.stages.qc import QCResult, run_qc
 from tests.gpu.kernel_cases import HostDecoded
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu_is_there")]
 
 QC = QCSpec(min_genes=30, max_pct_mt=30.0)
 HVG = HVGSpec(n_top_genes=200)
 PCA = PCASpec(n_comps=10)
-
-
-@pytest.fixture(autouse=True)
-def _device() -> None:
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"no GPU: {error}")
-    if not count:
-        pytest.skip("no GPU")
 
 
 class Kept(HostDecoded):
