@@ -44,7 +44,7 @@ docs:
 	@echo "Open docs/_build/html/index.html in a browser."
 
 # Modules that do nothing without a GPU.
-GPU = scgpu_tasks/kernels/_gpu/*,scgpu_tasks/cluster/gpus.py,scgpu_tasks/io/decode.py,scgpu_tasks/io/gpu_memory.py,scgpu_tasks/io/handover.py,scgpu_tasks/io/nvcomp.py,scgpu_tasks/io/scratch.py,scgpu_tasks/stages/resident.py
+GPU = scgpu_tasks/kernels/_gpu/*,scgpu_tasks/cluster/gpus.py,scgpu_tasks/io/decode.py,scgpu_tasks/io/gpu_memory.py,scgpu_tasks/io/gpu_packages.py,scgpu_tasks/io/handover.py,scgpu_tasks/io/nvcomp.py,scgpu_tasks/io/scratch.py,scgpu_tasks/stages/resident.py
 
 coverage:
 	@.ci/venv test

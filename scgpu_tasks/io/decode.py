@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scgpu_tasks.errors import ClusterError, FormatError, StoreError
-from scgpu_tasks.io import nvcomp, scratch
+from scgpu_tasks.io import gpu_packages, nvcomp, scratch
 from scgpu_tasks.io.counters import ArrayCounts
+from scgpu_tasks.io.gpu_packages import load_cupy
 from scgpu_tasks.io.layout import ArrayLayout
 from scgpu_tasks.io.plan import Extents, Jobs, cut_batches, find_extents
 from scgpu_tasks.io.request import Request
@@ -79,7 +80,7 @@ def execute(
     ClusterError
         The decoder hangs, now or since an earlier read of this process.
     """
-    cp = scratch._cupy()
+    cp = load_cupy()
     with cp.cuda.Device(target.device.id):
         pool = scratch.pool_of(target.device.id)
         step = nvcomp.load().alignments.input
@@ -87,7 +88,7 @@ def execute(
             # Chunks lie at any byte of a shard.
             msg = f"a decoder that takes chunks only at multiples of {step} bytes"
             raise UnsupportedRequestError(msg)
-        with open_request(scratch.open_file) as request, pool.borrow() as reader:
+        with open_request(gpu_packages.open_file) as request, pool.borrow() as reader:
             for slot in reader.slots:
                 slot.stream.wait_event(ready)
             # What is allocated below belongs to the first slot's stream.
@@ -106,7 +107,7 @@ class _Run:
         self.counts = ArrayCounts()
         self.refused: list[tuple[Jobs, NDArray[np.uint8]]] = []
         most = max(1, batch_bytes // self.layout.chunk_nbytes)
-        most = min(most, scratch.settings().batch_chunks)
+        most = min(most, gpu_packages.settings().batch_chunks)
         # Where nothing else keeps the decoder busy, it begins on a part while more is read.
         n = len(self.plan.present)
         alone = scratch.reads_running(reader.device) <= 1 and n > 2 * _LEAST_FIRST
@@ -119,7 +120,7 @@ class _Run:
         """Read all batches, then what the GPU refused."""
         self._fill_absent()
         n = len(self.plan.present)
-        if self.layout.zstd and n <= scratch.settings().small_request:
+        if self.layout.zstd and n <= gpu_packages.settings().small_request:
             self._read_small()
         else:
             self._read_batches()
@@ -164,7 +165,7 @@ class _Run:
         walk[:, 0] += base + np.arange(n) * nbytes
         walk[:, 1] += self.base
         pinned[room : room + walk.nbytes] = walk.reshape(-1).view(np.uint8)
-        scratch._cupy().cuda.runtime.memcpyAsync(
+        load_cupy().cuda.runtime.memcpyAsync(
             base, pinned.ctypes.data, room + walk.nbytes, _TO_DEVICE, slot.stream.ptr
         )
         self._scatter(base + room, walk)
@@ -173,7 +174,7 @@ class _Run:
     def _read(self, extents: Extents, slot: Slot) -> None:
         """Read the extents into the slot's device memory, many at the same time."""
         memory = slot.stored.reserve(extents.nbytes + _SLACK, slot.stream)
-        parts, task = list(extents), scratch.io_task(extents.nbytes)
+        parts, task = list(extents), gpu_packages.io_task(extents.nbytes)
         for first in range(0, len(parts), _IN_FLIGHT):
             self._read_parts(parts[first : first + _IN_FLIGHT], memory, task)
             self.request.trim()
@@ -233,7 +234,7 @@ class _Run:
             self._decode(at, n, slot)
         if layout.zstd or layout.crc32c:
             verdict = slot.verdict.reserve(n)
-            scratch._cupy().cuda.runtime.memcpyAsync(
+            load_cupy().cuda.runtime.memcpyAsync(
                 verdict.ctypes.data, at["verdict"], n, _TO_HOST, stream.ptr
             )
         self._scatter(at["walk"], walk)
@@ -251,7 +252,7 @@ class _Run:
         np.concatenate(flat, out=pinned)
         memory = slot.arrays.reserve(total + 49 * n + 64, slot.stream)
         base = int(memory.data.ptr)
-        scratch._cupy().cuda.runtime.memcpyAsync(
+        load_cupy().cuda.runtime.memcpyAsync(
             base, pinned.ctypes.data, total, _TO_DEVICE, slot.stream.ptr
         )
         at, position = {}, base
@@ -323,7 +324,7 @@ class _Run:
     def _upload_tables(self) -> tuple[Any, Any]:
         if len(self.plan.source_table) == 0:
             return None, None
-        cp = scratch._cupy()
+        cp = load_cupy()
         tables = cp.asarray(self.plan.source_table), cp.asarray(self.plan.target_table)
         # Both slots read them.
         self.reader.slots[0].stream.synchronize()
@@ -339,7 +340,7 @@ class _Run:
         self._move_now(walk)
 
     def _move_now(self, walk: NDArray[np.int64]) -> None:
-        jobs = scratch._cupy().asarray(np.ascontiguousarray(walk))
+        jobs = load_cupy().asarray(np.ascontiguousarray(walk))
         self._scatter(int(jobs.data.ptr), walk)
         # Both the jobs and what they point at may go when this returns.
         self.reader.slots[0].stream.synchronize()
@@ -360,7 +361,7 @@ class _Run:
 
     def _wait(self, slot: Slot, jobs: Jobs) -> None:
         """Wait for a batch, but not for ever: nvCOMP can hang on a damaged stream."""
-        limit = scratch.settings().decode_seconds
+        limit = gpu_packages.settings().decode_seconds
         if slot.wait(limit):
             return
         scratch.give_up(self.reader.device)
@@ -372,7 +373,7 @@ class _Run:
 
     def _decode_refused(self, *, strict: bool) -> None:
         """Decode on the host what the GPU refused, one chunk at a time: there are few."""
-        cp = scratch._cupy()
+        cp = load_cupy()
         for jobs, verdict in self.refused:
             for row in range(len(jobs)):
                 why = _describe(int(verdict[row]))

@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from scgpu_tasks.io import scratch
+from scgpu_tasks.io.gpu_packages import load_cupy
 
 
 def mark(target: Any) -> Any:
@@ -15,7 +15,7 @@ def mark(target: Any) -> Any:
     Whoever allocated it did so on a stream; work that still runs there may use the same
     memory until this event.
     """
-    cp = scratch._cupy()
+    cp = load_cupy()
     with cp.cuda.Device(target.device.id):
         event = cp.cuda.Event(disable_timing=True)
         cp.cuda.get_current_stream().record(event)
@@ -24,7 +24,7 @@ def mark(target: Any) -> Any:
 
 def upload(host: NDArray[Any], target: Any, ready: Any) -> None:
     """Copy a host array into ``target``, and return when it is there."""
-    cp = scratch._cupy()
+    cp = load_cupy()
     with cp.cuda.Device(target.device.id):
         stream = cp.cuda.Stream(non_blocking=True)
         stream.wait_event(ready)

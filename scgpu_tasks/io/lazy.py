@@ -103,7 +103,7 @@ def read_lazy(
 
 
 def _can_use_gpu() -> bool:
-    from scgpu_tasks.io.scratch import require_gpu
+    from scgpu_tasks.io.gpu_packages import require_gpu
 
     try:
         require_gpu()

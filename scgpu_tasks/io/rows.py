@@ -297,7 +297,7 @@ def open_rows(
         msg = f"device must be 'cpu' or 'gpu', not {device!r}"
         raise ParameterError(msg)
     if device == "gpu":
-        from scgpu_tasks.io.scratch import require_gpu
+        from scgpu_tasks.io.gpu_packages import require_gpu
 
         require_gpu()
     if max_bytes is not None and max_bytes < 1:

@@ -7,7 +7,6 @@ many threads read; :class:`~scgpu_tasks.io.settings.ReadSettings` states the bou
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,16 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scgpu_tasks.errors import ClusterError, MissingPackageError
+from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.io import nvcomp
-from scgpu_tasks.io.settings import ReadSettings
+from scgpu_tasks.io.gpu_packages import load_cupy, require_gpu, settings
 
 SLOTS = 2
 """Batches of one read that are in flight: one is read while one is decoded."""
@@ -33,126 +31,13 @@ SLOTS = 2
 # chunks that are not wanted whole.
 _SCRATCH_PER_BYTE = 1 + 3.1 + 1
 
-_ENVIRONMENT = {
-    "num_threads": ("KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"),
-    "task_size": ("KVIKIO_TASK_SIZE",),
-    "bounce_buffer_size": ("KVIKIO_BOUNCE_BUFFER_SIZE",),
-}
-
-_PIP = "pip install 'scgpu-tasks[cu13]' (or [cu12] for CUDA 12)"
-
 _MIB = 2**20
-_PAGE = 4096
 
 GIVEN_UP = "a decoder hangs on this process's GPU: restart the process (the Dask worker)"
 """Why no read runs any more, after `give_up`."""
 
 # A sound frame that holds these eight bytes raw; it stands in for frames that are not.
 SPARE_FRAME = b"\x28\xb5\x2f\xfd\x20\x08\x41\x00\x00" + b"replaced"
-
-
-def require_gpu() -> None:
-    """Check that this process can read by GPU, and set KvikIO up for this machine.
-
-    Raises
-    ------
-    MissingPackageError
-        Names what is missing, and the pip line.
-    """
-    _cupy()
-    _kvikio()
-    nvcomp.load()
-
-
-@cache
-def _cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        msg = f"reading by GPU needs CuPy: {_PIP}"
-        raise MissingPackageError(msg) from error
-    try:
-        n = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        msg = f"reading by GPU needs an NVIDIA GPU and its driver: {error}"
-        raise MissingPackageError(msg) from error
-    if n == 0:
-        msg = "reading by GPU needs an NVIDIA GPU: CUDA sees none"
-        raise MissingPackageError(msg)
-    return cupy
-
-
-@cache
-def _kvikio() -> Any:
-    try:
-        import kvikio
-        import kvikio.defaults
-    except ImportError as error:
-        msg = f"reading by GPU needs KvikIO: {_PIP}"
-        raise MissingPackageError(msg) from error
-    _set_up(kvikio, _settings)
-    return kvikio
-
-
-def _set_up(kvikio: Any, settings: ReadSettings) -> None:
-    wanted = {
-        "num_threads": settings.io_threads or io_threads(),
-        "task_size": settings.io_task_bytes,
-        "bounce_buffer_size": settings.io_task_bytes,
-    }
-    for name, value in wanted.items():
-        # Whoever set KvikIO up by its environment keeps that. Setting what is set already
-        # would start all its threads anew.
-        fixed = any(key in os.environ for key in _ENVIRONMENT[name])
-        if not fixed and kvikio.defaults.get(name) != value:
-            kvikio.defaults.set(name, value)
-
-
-def io_threads() -> int:
-    """Return KvikIO's number of threads: half of the cores for each GPU, from 4 to 16."""
-    cores = len(os.sched_getaffinity(0))
-    return max(4, min(16, cores // (2 * _machine_gpus())))
-
-
-def _machine_gpus() -> int:
-    """Count the GPUs of the machine, also where this process may see one of them only."""
-    nodes = Path("/dev").glob("nvidia[0-9]*")
-    return max(1, sum(1 for _ in nodes), int(_cupy().cuda.runtime.getDeviceCount()))
-
-
-_settings = ReadSettings()
-
-
-def settings() -> ReadSettings:
-    """Return the settings of this process."""
-    return _settings
-
-
-def configure(changed: ReadSettings) -> ReadSettings:
-    """Read with other settings from here on, in this process; no read may be running.
-
-    Returns
-    -------
-    The settings before.
-    """
-    global _settings
-    before, _settings = _settings, changed
-    if _kvikio.cache_info().currsize:
-        _set_up(_kvikio(), changed)
-    return before
-
-
-def open_file(path: str) -> Any:
-    """Open a file for KvikIO."""
-    return _kvikio().CuFile(path, "r")
-
-
-def io_task(nbytes: int) -> int:
-    """Return how much of ``nbytes`` one thread of KvikIO reads in one go."""
-    wanted = settings()
-    threads = int(_kvikio().defaults.get("num_threads"))
-    share = -(-nbytes // (threads * _PAGE)) * _PAGE
-    return min(max(share, wanted.io_least_bytes), wanted.io_task_bytes)
 
 
 class DeviceBuffer:
@@ -169,7 +54,7 @@ class DeviceBuffer:
     def reserve(self, nbytes: int, stream: Any) -> Any:
         """Return at least this many bytes as a CuPy array; earlier contents are lost."""
         if self.nbytes < nbytes:
-            cp = _cupy()
+            cp = load_cupy()
             self._memory = None
             rounded = -(-nbytes // (2 * _MIB)) * 2 * _MIB
             with stream:
@@ -198,7 +83,7 @@ class PinnedBuffer:
         """Return at least this many bytes; earlier contents are lost."""
         if len(self._view) < nbytes:
             rounded = max(2 * len(self._view), -(-nbytes // 65536) * 65536)
-            self._memory = _cupy().cuda.alloc_pinned_memory(rounded)
+            self._memory = load_cupy().cuda.alloc_pinned_memory(rounded)
             self._view = np.frombuffer(self._memory, dtype=np.uint8, count=rounded)
         return self._view
 
@@ -216,7 +101,7 @@ class _Waiter:
             event, told = self._queue.get()
             try:
                 event.synchronize()
-            except _cupy().cuda.runtime.CUDARuntimeError as error:
+            except load_cupy().cuda.runtime.CUDARuntimeError as error:
                 told.set_exception(error)
             else:
                 told.set_result(None)
@@ -236,7 +121,7 @@ class Slot:
     """Stream and buffers of one batch in flight."""
 
     def __init__(self) -> None:
-        cp = _cupy()
+        cp = load_cupy()
         # Streams of their own: a decoder call takes as long for few chunks as for many, so
         # that two calls at the same time cost little more than one.
         self.stream = cp.cuda.Stream(non_blocking=True)
@@ -285,7 +170,7 @@ class Reader:
     """
 
     def __init__(self, device: int) -> None:
-        cp = _cupy()
+        cp = load_cupy()
         self.device = device
         self.slots = tuple(Slot() for _ in range(SLOTS))
         self.kernels = _kernels(device)
@@ -312,7 +197,7 @@ class Reader:
 
 @cache
 def _kernels(device: int) -> Kernels:  # noqa: ARG001  a module is loaded once a device
-    module = _cupy().RawModule(code=kernel_source(), options=("-std=c++17",))
+    module = load_cupy().RawModule(code=kernel_source(), options=("-std=c++17",))
     names = ("check_frames", "check_crcs", "hash_lanes", "judge", "scatter")
     return Kernels(*(module.get_function(name) for name in names))
 
@@ -328,7 +213,7 @@ class _Pool:
         self._in_use = 0
         self._turn = threading.BoundedSemaphore(self._readers)
         self.given_up = False
-        self._total = _cupy().cuda.runtime.memGetInfo()[1]
+        self._total = load_cupy().cuda.runtime.memGetInfo()[1]
 
     @property
     def batch_bytes(self) -> int:
@@ -370,7 +255,7 @@ class _Pool:
             return
         try:
             reader.synchronize()
-        except _cupy().cuda.runtime.CUDARuntimeError:
+        except load_cupy().cuda.runtime.CUDARuntimeError:
             if sound:
                 raise
         else:
@@ -449,7 +334,7 @@ def release_memory() -> int:
         pools = list(_pools.values())
     if not pools:
         return 0
-    cp = _cupy()
+    cp = load_cupy()
     nbytes = 0
     for pool in pools:
         with cp.cuda.Device(pool.device):

@@ -12,7 +12,7 @@ import zarr
 from distributed import WorkerPlugin
 
 from scgpu_tasks.errors import ParameterError
-from scgpu_tasks.io import scratch
+from scgpu_tasks.io import gpu_packages, scratch
 from scgpu_tasks.io.counters import read_statistics, reset_statistics
 from scgpu_tasks.io.pipeline import FALLBACK_KEY, PATH, STRICT_KEY
 from scgpu_tasks.io.settings import SWITCH_SECONDS
@@ -71,7 +71,7 @@ class Enabled:
         self._plugin: str | None = None
         self._level: _Level | None = None
         if client is None:
-            scratch.require_gpu()
+            gpu_packages.require_gpu()
             self._level = _switch_on(strict=strict)
             return
         if client.asynchronous:

@@ -61,14 +61,14 @@ def main() -> None:
 @contextmanager
 def configured(**changes: Any) -> Iterator[None]:
     """Read with these settings, from empty scratch on."""
-    from scgpu_tasks.io import scratch
+    from scgpu_tasks.io import gpu_packages, scratch
 
-    before = scratch.configure(replace(scratch.settings(), **changes))
+    before = gpu_packages.configure(replace(gpu_packages.settings(), **changes))
     try:
         yield
     finally:
         scratch.release_memory()
-        scratch.configure(before)
+        gpu_packages.configure(before)
 
 
 def row(*cells: Any) -> None:
@@ -321,14 +321,14 @@ def part_stages(
 def stages(arrays: dict[str, Any], blocks: list[tuple[str, int, int]], threads: int) -> None:
     import cupy as cp
 
-    from scgpu_tasks.io import decode, pipeline, request, scratch
+    from scgpu_tasks.io import decode, gpu_packages, pipeline, request
 
     trace, run = Trace(), decode._Run
     base = cp.cuda.Event()
     watched = (
         (pipeline.KvikioCodecPipeline, "_read", "request"),
         (request.Request, "__init__", "  open and plan"),
-        (scratch, "open_file", "    open a file"),
+        (gpu_packages, "open_file", "    open a file"),
         (run, "_read", "  read"),
         (run, "_launch", "  launch"),
         (run, "_collect", "  wait for the GPU"),

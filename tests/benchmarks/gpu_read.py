@@ -205,14 +205,14 @@ def peak_memory() -> Iterator[Callable[[], int]]:
 
 def one_chunk(store: Path, array: Any) -> dict[str, float]:
     """What one chunk takes on the host, and by GPU beside KvikIO and nvCOMP alone."""
-    from scgpu_tasks.io import scratch
+    from scgpu_tasks.io import gpu_packages
 
     found = spread(chunk_times(array, 200), "")
-    before = scratch.configure(replace(scratch.settings(), small_request=0))
+    before = gpu_packages.configure(replace(gpu_packages.settings(), small_request=0))
     try:
         found |= spread(chunk_times(array, 60), "by GPU: ")
     finally:
-        scratch.configure(before)
+        gpu_packages.configure(before)
     alone = host_parts_of_a_chunk(store / "X/data", array)
     found["host alone: file, zstd and copy"] = round(alone, 3)
     found["overhead"] = round(found["median"] - alone, 3)
@@ -296,7 +296,7 @@ def ceiling_of_reading(store: Path, nnz: int, shard: int) -> tuple[float, int]:
     import cupy as cp
     import kvikio
 
-    from scgpu_tasks.io.scratch import require_gpu
+    from scgpu_tasks.io.gpu_packages import require_gpu
 
     require_gpu()
     n = -(-nnz // shard)

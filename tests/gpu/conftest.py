@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scgpu_tasks.io import scratch
+from scgpu_tasks.io import gpu_packages
 from scgpu_tasks.io.counters import reset_statistics
 
 
@@ -28,6 +28,6 @@ def gpu_is_there() -> None:
 def all_on_the_gpu() -> Iterator[None]:
     """Let the GPU decode small requests, too; what was read is counted from nought."""
     reset_statistics()
-    before = scratch.configure(replace(scratch.settings(), small_request=0))
+    before = gpu_packages.configure(replace(gpu_packages.settings(), small_request=0))
     yield
-    scratch.configure(before)
+    gpu_packages.configure(before)

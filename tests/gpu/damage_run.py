@@ -28,7 +28,7 @@ import numpy as np
 import zarr
 
 from scgpu_tasks.errors import CorruptChunkError, StoreError
-from scgpu_tasks.io import scratch
+from scgpu_tasks.io import gpu_packages, scratch
 from tests.gpu.read_helpers import PROTOTYPE, open_gpu, to_host
 from tests.io.damage import damage
 from tests.io.read_cases import CHAINS, read, same_bytes, seeded
@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="as small requests, on the host")
     args = parser.parse_args()
     most = 10_000 if args.small else 0
-    scratch.configure(replace(scratch.settings(), small_request=most, decode_seconds=2.0))
+    gpu_packages.configure(
+        replace(gpu_packages.settings(), small_request=most, decode_seconds=2.0)
+    )
     found: dict[str, Counter[str]] = {name: Counter() for name in CHAINS}
     earlier = args.folder / "found.json"
     if args.first:

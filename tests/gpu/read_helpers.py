@@ -34,7 +34,7 @@ def reads_as(array: zarr.Array[Any], kind: str, selection: Any, want: np.ndarray
 def gpu_missing() -> str:
     """Why there is nothing to test with here; empty where there is."""
     from scgpu_tasks.errors import MissingPackageError
-    from scgpu_tasks.io.scratch import require_gpu
+    from scgpu_tasks.io.gpu_packages import require_gpu
 
     try:
         require_gpu()

@@ -21,7 +21,7 @@ import numpy as np
 import zarr
 
 from scgpu_tasks.errors import CorruptChunkError
-from scgpu_tasks.io import scratch
+from scgpu_tasks.io import gpu_packages, scratch
 from tests.gpu.read_helpers import PROTOTYPE, open_gpu, reads_as
 from tests.io.damage import damage
 from tests.io.read_cases import CHAINS, read, seeded
@@ -36,8 +36,10 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["read", "damage"])
     args = parser.parse_args()
     say("imported")
-    scratch.configure(replace(scratch.settings(), small_request=0, io_task_bytes=2**20))
-    scratch.require_gpu()
+    gpu_packages.configure(
+        replace(gpu_packages.settings(), small_request=0, io_task_bytes=2**20)
+    )
+    gpu_packages.require_gpu()
     say("libraries loaded")
     with scratch.pool_of(0).borrow():
         say("kernels compiled")

@@ -15,7 +15,7 @@ from zarr.codecs import BloscCodec, ZstdCodec
 
 from scgpu_tasks.datasets import write_synthetic
 from scgpu_tasks.errors import CorruptChunkError, DataError, FormatError
-from scgpu_tasks.io import scratch
+from scgpu_tasks.io import gpu_packages
 from scgpu_tasks.io.counters import read_statistics
 from scgpu_tasks.io.lazy import read_lazy
 from scgpu_tasks.io.rows import open_rows
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def test_single_rows_are_read_as_blocks_are(small_store: Path) -> None:
-    scratch.configure(ReadSettings())
+    gpu_packages.configure(ReadSettings())
     on_gpu, on_host = (open_rows(small_store, device=d) for d in ("gpu", "cpu"))
     for start, stop in ((0, 1), (700, 703), (1499, 1500)):
         found = on_gpu.read(start, stop).to_matrix()

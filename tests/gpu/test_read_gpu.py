@@ -17,7 +17,7 @@ from zarr.codecs import BloscCodec, BytesCodec, ZstdCodec
 from zarr.core.buffer import gpu
 
 from scgpu_tasks.errors import FormatError
-from scgpu_tasks.io import scratch
+from scgpu_tasks.io import gpu_packages, scratch
 from scgpu_tasks.io.counters import read_statistics, reset_statistics
 from tests.gpu.read_helpers import PROTOTYPE, gpu_missing, open_gpu, reads_as, to_host
 from tests.io.read_cases import (
@@ -75,7 +75,7 @@ def test_whole_array_of_every_dtype_and_codec_is_decoded_by_the_gpu(
 def test_ten_thousand_random_selections_of_random_arrays(
     tmp_path: Path, small_request: int
 ) -> None:
-    scratch.configure(replace(scratch.settings(), small_request=small_request))
+    gpu_packages.configure(replace(gpu_packages.settings(), small_request=small_request))
 
     def some(seed: int) -> int:
         draw = seeded(seed)
@@ -99,7 +99,7 @@ def test_ten_thousand_random_selections_of_random_arrays(
 def test_a_few_chunks_are_decoded_on_the_host_and_many_by_the_gpu(tmp_path: Path) -> None:
     values = np.random.default_rng(0).poisson(1.0, 60_000).astype("f4")
     array = open_gpu(write(tmp_path / "a", values, chunks=(1_000,)), strict=True)
-    scratch.configure(replace(scratch.settings(), small_request=16))
+    gpu_packages.configure(replace(gpu_packages.settings(), small_request=16))
     for start, stop in ((5, 6), (999, 15_001), (7, 44_000), (0, 60_000)):
         reset_statistics()
         assert reads_as(array, "basic", (slice(start, stop),), values[start:stop])
@@ -113,7 +113,7 @@ def test_large_chunks_in_many_batches(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     values = rng.poisson(1.0, 5_000_000).astype("f4")
     path = write(tmp_path / "a", values, chunks=(65_536,), shards=(65_536 * 16,))
-    scratch.configure(replace(scratch.settings(), batch_chunks=5))
+    gpu_packages.configure(replace(gpu_packages.settings(), batch_chunks=5))
     array = open_gpu(path, strict=True)
     assert reads_as(array, "basic", (slice(None),), values)
     assert reads_as(array, "basic", (slice(1_000_001, 4_321_987),), values[1_000_001:4_321_987])

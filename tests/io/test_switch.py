@@ -11,7 +11,7 @@ import zarr
 from distributed import Client, LocalCluster
 
 from scgpu_tasks.errors import MissingPackageError
-from scgpu_tasks.io import scratch, switch
+from scgpu_tasks.io import gpu_packages, switch
 from scgpu_tasks.io.pipeline import FALLBACK_KEY, PATH, STRICT_KEY
 from scgpu_tasks.io.settings import SWITCH_SECONDS
 from scgpu_tasks.io.switch import enable, is_enabled, release_memory
@@ -21,7 +21,7 @@ ZARRS = "zarrs.ZarrsCodecPipeline"
 
 def gpu_here() -> bool:
     try:
-        scratch.require_gpu()
+        gpu_packages.require_gpu()
     except MissingPackageError:
         return False
     return True
@@ -30,7 +30,7 @@ def gpu_here() -> bool:
 @pytest.fixture
 def _as_if_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing here plays no part in how zarr's configuration is switched."""
-    monkeypatch.setattr(scratch, "require_gpu", lambda: None)
+    monkeypatch.setattr(gpu_packages, "require_gpu", lambda: None)
 
 
 def setting(key: str) -> Any:
