@@ -11,8 +11,6 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-import numpy as np
-
 from scgpu_tasks.errors import OutputError
 
 _RESERVE = ".reserve"
@@ -57,22 +55,35 @@ class Run(TypedDict, total=False):
     """Content of run.json: times in ISO 8601 with an offset, durations in s, sizes in bytes."""
 
     flow: str
+    """Name of the flow, such as ``atlas-qc``."""
     run_id: str
+    """That of the run on Prefect's server; empty where it was refused before."""
     name: str
+    """Name of the run; that of its folder as a rule."""
     state: str
     """completed, failed, cancelled, killed or running."""
     start: str
+    """When it began."""
     end: str
+    """When it ended; None while it runs."""
     seconds: float
+    """From start to end."""
     parameters: dict[str, Any]
+    """All parameters of the flow, with those that were left out at their defaults."""
     store: StoreEntry
+    """``path``, ``fingerprint``, ``shape``, ``nnz`` and ``stored_bytes`` of X."""
     stages: dict[str, StageEntry]
+    """For each stage ``state``, ``seconds``, and where X was read ``bytes_read`` and
+    ``times_stored``, that in stored sizes of X."""
     summary: dict[str, Any]
     """What QC and PCA counted: cells and genes kept and lost, thresholds used; and whether a
     conversion was verified."""
     versions: dict[str, str]
+    """Of Python, this package and those that it stands on."""
     hardware: dict[str, Any]
+    """System, processor, cores and memory."""
     error: ErrorEntry
+    """Of a run that failed: ``stage``, ``after``, ``type``, ``message``, ``traceback``."""
 
 
 def jsonable(value: Any) -> Any:
@@ -83,10 +94,9 @@ def jsonable(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
+    if hasattr(value, "tolist"):
+        # NumPy's, which need not be imported to be told.
         return jsonable(value.tolist())
-    if isinstance(value, np.generic):
-        return jsonable(value.item())
     if isinstance(value, list | tuple):
         return [jsonable(item) for item in value]
     if isinstance(value, set | frozenset):
