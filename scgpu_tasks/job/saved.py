@@ -13,6 +13,7 @@ from scgpu_tasks.job.workdir import StageFolder
 from scgpu_tasks.stages.pca import PCAResult
 from scgpu_tasks.stages.qc import QCResult
 
+SCORES = "X_pca.npy"
 _PCA_ARRAYS = ("X_pca", "PCs", "variance", "variance_ratio", "mean")
 
 
@@ -42,17 +43,19 @@ def read_qc(folder: StageFolder) -> QCResult:
 
 
 def save_pca(result: PCAResult, folder: Path) -> None:
-    """Write the arrays of a PCA as ``.npy``; the summary is the caller's.
+    """Write the arrays of a PCA as ``.npy``, but for those there; the summary is the caller's.
 
     Parameters
     ----------
     result
         From `scgpu_tasks.stages.pca.run_pca`.
     folder
-        An existing, empty folder.
+        An existing folder, empty but for the scores if `run_pca` wrote them to `SCORES`.
     """
     for name in _PCA_ARRAYS:
-        np.save(folder / f"{name}.npy", getattr(result, name), allow_pickle=False)
+        path = folder / f"{name}.npy"
+        if not path.exists():
+            np.save(path, getattr(result, name), allow_pickle=False)
 
 
 def read_pca(folder: StageFolder) -> PCAResult:

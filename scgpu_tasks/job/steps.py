@@ -34,6 +34,7 @@ _CODE: dict[str, tuple[str, ...]] = {
         "scgpu_tasks.job.saved",
     ),
     "pca": ("scgpu_tasks.io.rows", "scgpu_tasks.stages.pca", "scgpu_tasks.job.saved"),
+    "record": ("scgpu_tasks.io.lazy", "scgpu_tasks.records.made", "scgpu_tasks.job.saved"),
 }
 
 Progress = Callable[[int, int], None]
@@ -87,12 +88,13 @@ class Plan:
             "load": (self.qc, self.hvg, self.pca),
             "qc": (self.qc, self.hvg),
             "pca": (self.qc, self.hvg, self.pca),
+            "record": (self.qc, self.hvg, self.pca),
         }[stage]
 
     def key(self, stage: str) -> str:
         """Name of a stage's output folder."""
         digests = [spec.digest() for spec in self.specs(stage)]
-        device = self.device if stage in ("qc", "pca") else "cpu"
+        device = self.device if stage in ("qc", "pca", "record") else "cpu"
         code = code_version(*_CODE[stage])
         return stage_key(stage, self.fingerprint, digests, code=code, device=device)
 
@@ -169,7 +171,7 @@ def pca_step(
     """
 
     def compute(folder: Path) -> dict[str, Any]:
-        from scgpu_tasks.job.saved import read_qc, save_pca
+        from scgpu_tasks.job.saved import SCORES, read_qc, save_pca
         from scgpu_tasks.stages.pca import run_pca
 
         qc = WorkDir(plan.work).read("qc", plan.key("qc"), read_qc)
@@ -186,6 +188,7 @@ def pca_step(
             plan.pca,
             progress=progress,
             scratch=scratch,
+            scores=folder / SCORES,
         )
         shutil.rmtree(scratch)
         save_pca(result, folder)

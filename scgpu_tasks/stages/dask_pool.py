@@ -198,12 +198,14 @@ class Cluster:
                 lost.append({"worker": event["worker"], "rows_again": rows})
         return lost
 
-    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def array(self, shape: tuple[int, ...], dtype: Any) -> parcels.RowTarget:
         """See `Pool`."""
         shared = self._mailbox.array(shape, dtype)
-        if shared is None:
-            return np.empty(shape, dtype), None
-        return shared.map(), shared
+        return parcels.LocalArray(np.empty(shape, dtype)) if shared is None else shared
+
+    def reach(self, home: parcels.RowTarget) -> parcels.RowTarget | None:
+        """See `Pool`."""
+        return self._mailbox.reach(home)
 
     def everywhere(
         self, function: Callable[..., Any], *arguments: Any

@@ -16,13 +16,16 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from threadpoolctl import threadpool_limits
 
 from scgpu_tasks.stages import resident
 from scgpu_tasks.stages.dask_pool import Cluster
+from scgpu_tasks.stages.parcels import FileArray, RowTarget
 from scgpu_tasks.stages.pools import Pool, Threads, current_client
+from scgpu_tasks.stages.short_memory import give_back
 from scgpu_tasks.stages.sources import BlockSource, DaskBlocks, MemoryBlocks
 from scgpu_tasks.stages.spans import Span, SpanTask, Visit, on_gpu, run_span, spans_of
 from scgpu_tasks.stages.timing import Watch
@@ -105,6 +108,8 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        # The blocks' memory, which malloc keeps, is not for the next stage alone.
+        give_back()
 
     def fold(
         self,
@@ -194,16 +199,32 @@ class Engine:
         """Whether a task may leave rows in its process for a later task of the same span."""
         return self._pool.can_reread or not isinstance(self.source, DaskBlocks)
 
-    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Future[Any]:
-        """Make an array for rows that tasks find, and the `RowTarget` that takes them to it.
+    def rows_result(
+        self, shape: tuple[int, ...], dtype: Any, path: str | Path | None = None
+    ) -> Future[tuple[RowTarget, RowTarget | None]]:
+        """Make an array for rows that tasks find: in memory, or in a ``.npy`` file.
 
         Returns
         -------
-        Both, soon: it takes a while to find the memory of a large array.
+        What takes rows in this process, and what takes them in tasks (None where these must
+        hand them over); soon: it takes a while to find the memory of a large array.
+
+        Raises
+        ------
+        OutputError
+            By the future: the file cannot be written.
         """
         helper = ThreadPoolExecutor(1, thread_name_prefix="scgpu-rows")
         self._stack.callback(helper.shutdown)
-        return helper.submit(self._pool.rows_result, shape, dtype)
+
+        def make() -> tuple[RowTarget, RowTarget | None]:
+            if path is None:
+                home = self._pool.array(shape, dtype)
+            else:
+                home = FileArray.create(path, shape, dtype)
+            return home, self._pool.reach(home)
+
+        return helper.submit(make)
 
     def on_exit(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in every process that runs tasks, when the engine stops."""

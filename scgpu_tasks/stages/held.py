@@ -16,8 +16,11 @@ import numpy as np
 from scgpu_tasks.kernels.arrays import is_on_gpu
 from scgpu_tasks.kernels.rows import Rows
 
-# Bytes that one process holds; small beside a block and its decoding.
-BUDGET = 64 * 1024**2
+# Bytes that one process holds, with the tables that a run has of all cells; small beside a
+# block and its decoding.
+BUDGET = 80 * 1024**2
+# What those tables take of each cell: its name, metrics, filters.
+BYTES_PER_CELL = 100
 # Share of a GPU's memory for rows that are on it.
 GPU_SHARE = 0.25
 
@@ -32,15 +35,16 @@ class _Memory:
         self._rows: OrderedDict[Key, list[Rows]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, key: Key, rows: Sequence[Rows]) -> bool:
-        """Hold rows, if there is room beside those of the same run."""
+    def put(self, key: Key, rows: Sequence[Rows], taken: int = 0) -> bool:
+        """Hold rows, if there is room beside those of the same run and what else is taken."""
         with self._lock:
             if self.budget is None:
                 self.budget = _gpu_budget()
+            room = self.budget - taken
             others = [other for other in self._rows if other[0] != key[0]]
-            while self._size() + _size(rows) > self.budget and others:
+            while self._size() + _size(rows) > room and others:
                 del self._rows[others.pop(0)]
-            if self._size() + _size(rows) > self.budget:
+            if self._size() + _size(rows) > room:
                 return False
             self._rows[key] = list(rows)
             return True
@@ -75,8 +79,11 @@ memory = _Memory(BUDGET)
 gpu_memory = _Memory(None)
 
 
-def hold(key: Key, rows: Sequence[Rows], scratch: str | None) -> bool:
+def hold(key: Key, rows: Sequence[Rows], scratch: str | None, n_cells: int = 0) -> bool:
     """Hold rows of a span in memory, else in a file in `scratch`, if there is one.
+
+    The tables of many cells leave less memory for rows, so that a run of many cells takes no
+    more than one of few.
 
     Rows on a GPU are held there or not at all: reading them again is as quick as a file.
 
@@ -86,7 +93,7 @@ def hold(key: Key, rows: Sequence[Rows], scratch: str | None) -> bool:
     """
     if any(is_on_gpu(r.data) for r in rows):
         return gpu_memory.put(key, rows)
-    if memory.put(key, rows):
+    if memory.put(key, rows, BYTES_PER_CELL * n_cells):
         return True
     if scratch is None:
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import pickle
@@ -17,11 +18,13 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from scgpu_tasks.errors import OutputError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it
 # Smaller results are quicker on their way than a file is made.
@@ -45,6 +48,9 @@ class RowTarget(Protocol):
     def write(self, first: int, rows: np.ndarray) -> bool:
         """Put rows from row `first` on; False where this process cannot."""
 
+    def map(self) -> np.ndarray:
+        """Give the array."""
+
 
 @dataclass(frozen=True)
 class LocalArray:
@@ -56,6 +62,10 @@ class LocalArray:
         """See `RowTarget`."""
         self.array[first : first + len(rows)] = rows
         return True
+
+    def map(self) -> np.ndarray:
+        """See `RowTarget`."""
+        return self.array
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,83 @@ class SharedArray:
             return False
         np.frombuffer(mapped, self.dtype, len(rows), skip)[:] = rows
         return True
+
+
+@dataclass(frozen=True)
+class FileArray:
+    """An array in a ``.npy`` file, which takes no memory while its rows are written.
+
+    Attributes
+    ----------
+    path
+        The file.
+    offset
+        Where the first row begins in it.
+    shape, dtype
+        Of the array.
+    witness
+        A file that only processes of the writer's machine see; None: only its own process
+        writes. Of two machines that write to a file which they share, one may see old bytes.
+    """
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    witness: str | None = None
+
+    @classmethod
+    def create(
+        cls, path: str | os.PathLike[str], shape: tuple[int, ...], dtype: Any
+    ) -> FileArray:
+        """Write a header, and reserve the room for the rows.
+
+        A file of that name is not overwritten, but replaced: somebody may map it.
+
+        Raises
+        ------
+        OutputError
+            It cannot be written, or there is no room.
+        """
+        dtype = np.dtype(dtype)
+        header = {
+            "descr": np.lib.format.dtype_to_descr(dtype),
+            "fortran_order": False,
+            "shape": shape,
+        }
+        try:
+            Path(path).unlink(missing_ok=True)
+            with Path(path).open("xb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                offset, size = file.tell(), math.prod(shape) * dtype.itemsize
+                file.flush()
+                os.posix_fallocate(file.fileno(), offset, max(size, 1))
+                file.truncate(offset + size)
+        except OSError as error:
+            msg = f"cannot write {path}: {error.strerror or error}"
+            raise OutputError(msg) from error
+        return cls(str(Path(path).absolute()), offset, shape, dtype)
+
+    def write(self, first: int, rows: np.ndarray) -> bool:
+        """See `RowTarget`."""
+        if self.witness is not None and not Path(self.witness).exists():
+            return False
+        values = np.ascontiguousarray(rows, self.dtype)
+        left = memoryview(values.reshape(-1).view(np.uint8))
+        at = self.offset + first * math.prod(self.shape[1:]) * self.dtype.itemsize
+        try:
+            with Path(self.path).open("r+b", buffering=0) as file:
+                while left:
+                    done = os.pwrite(file.fileno(), left, at)
+                    left, at = left[done:], at + done
+        except OSError as error:
+            msg = f"cannot write {self.path}: {error.strerror or error}"
+            raise OutputError(msg) from error
+        return True
+
+    def map(self) -> np.ndarray:
+        """Map the file, read-only."""
+        return np.load(self.path, mmap_mode="r", allow_pickle=False)
 
 
 class Mailbox:
@@ -130,6 +217,12 @@ class Mailbox:
             path.unlink(missing_ok=True)
             return None
         return SharedArray(str(path), shape, np.dtype(dtype))
+
+    def reach(self, home: RowTarget) -> RowTarget | None:
+        """Let workers on this machine fill an array or a file of this process, if they can."""
+        if isinstance(home, FileArray) and self.address is not None:
+            return replace(home, witness=str(Path(self.address) / _LOCK))
+        return home if isinstance(home, SharedArray) else None
 
     def close(self) -> None:
         """Delete the folder."""

@@ -42,7 +42,8 @@ class PCAResult:
     Attributes
     ----------
     X_pca
-        Scores of the kept cells, float32, shape (n_kept, n_comps).
+        Scores of the kept cells, float32, shape (n_kept, n_comps); read-only where they are in
+        a file.
     PCs
         Loadings, float64, shape (n_hvg, n_comps); the largest absolute one of each component is
         positive.
@@ -72,6 +73,7 @@ def run_pca(
     *,
     progress: Progress | None = None,
     scratch: str | Path | None = None,
+    scores: str | Path | None = None,
     workers: int | None = None,
 ) -> PCAResult:
     """Principal components of the cells and genes that QC chose.
@@ -93,6 +95,9 @@ def run_pca(
     scratch
         Folder for temporary files, about 3 bytes for each count of a chosen gene. With a
         cluster, all workers must see it. Default: no files; X is read once more instead.
+    scores
+        ``.npy`` file to write the scores to, which then take no memory: `PCAResult.X_pca` maps
+        it. Default: they are in memory.
     workers
         Number of threads where no Dask client is in use. Default: one for each CPU.
 
@@ -103,6 +108,8 @@ def run_pca(
         fit into memory.
     DataError
         The Gram matrix is not finite.
+    OutputError
+        A file cannot be written.
     """
     mask = genes["highly_variable"].to_numpy(dtype=bool)
     if "passed_qc" in genes:
@@ -121,6 +128,7 @@ def run_pca(
         n_found=found,
         progress=progress,
         scratch=scratch,
+        scores=scores,
         workers=workers,
     )
 
@@ -136,6 +144,7 @@ def masked_pca(
     n_found: np.ndarray | None = None,
     progress: Progress | None = None,
     scratch: str | Path | None = None,
+    scores: str | Path | None = None,
     workers: int | None = None,
 ) -> PCAResult:
     """Principal components of transformed values of some cells and genes.
@@ -169,7 +178,7 @@ def masked_pca(
         engine.on_exit(held.drop, run.name, run.scratch)
         engine.drop_blocks_on_exit()
         at_once = tasks_at_once(engine, n_genes)
-        room = engine.rows_result((n_kept, pca.n_comps), np.float32)
+        room = engine.rows_result((n_kept, pca.n_comps), np.float32, scores)
         solve = _solver(engine, n_genes)
         sums = _GramSums(n_genes, n_dense)
         gram_task = partial(run.gram_task, n_dense, engine.can_hold)
@@ -182,11 +191,11 @@ def masked_pca(
         offset = mean @ PCs if pca.zero_center else np.zeros(pca.n_comps)
         first = _first_kept(engine.spans, keep)
         with timed("room for the scores"):
-            scores, target = room.result()
+            home, target = room.result()
 
         def take(span: Span, part: np.ndarray | None, _: str | None) -> None:
             if part is not None:
-                scores[first[span.start] : first[span.start] + len(part)] = part
+                home.write(first[span.start], part)
 
         permuted = np.ascontiguousarray(PCs[order])
         where = _Scores(permuted, offset, sums.holders, target, first)
@@ -200,7 +209,8 @@ def masked_pca(
             "stored_bytes_read": engine.stored_bytes_read,
             **engine.mishaps(),
         }
-    return PCAResult(scores, PCs, variance, ratio, mean, summary)
+        found = home.map()
+    return PCAResult(found, PCs, variance, ratio, mean, summary)
 
 
 @dataclass
@@ -227,6 +237,7 @@ class _Run:
             self.transform,
             (self.name, span.number),
             self.scratch,
+            len(self.keep),
         )
 
     def gram_task(self, n_dense: int, hold: bool, span: Span) -> SumGram:

@@ -37,6 +37,8 @@ class Chosen:
         Run and span, under which rows are held from one visit to the next.
     scratch
         Folder for rows that do not fit into memory.
+    n_cells
+        Of the whole matrix.
     """
 
     start: int
@@ -47,6 +49,7 @@ class Chosen:
     transform: Transform
     key: held.Key
     scratch: str | None
+    n_cells: int
 
     def of(self, rows: Rows, start: int) -> tuple[Rows, np.ndarray]:
         """Kept rows over the chosen genes, and their factors."""
@@ -108,7 +111,9 @@ class SumGram:
         """See `SpanTask`."""
         part = self._part or self._zeros(np.empty(0))
         if self.hold:
-            part.held = held.hold(self.chosen.key, self._packed, self.chosen.scratch)
+            part.held = held.hold(
+                self.chosen.key, self._packed, self.chosen.scratch, self.chosen.n_cells
+            )
         gram = to_host_quickly(upper(part.gram)) if is_on_gpu(part.gram) else part.gram
         return GramPart(gram, to_host(part.sums), part.held)
 

@@ -33,8 +33,11 @@ class Pool(Protocol):
     def forget(self, future: Any) -> None:
         """Let go of a future: cancel it, or free its result."""
 
-    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Make an array and the `RowTarget` through which tasks fill it, or None."""
+    def array(self, shape: tuple[int, ...], dtype: Any) -> parcels.RowTarget:
+        """Make an array in memory, which tasks can fill where that is possible."""
+
+    def reach(self, home: parcels.RowTarget) -> parcels.RowTarget | None:
+        """Make the target through which tasks fill this process's array or file, if any."""
 
     def everywhere(
         self, function: Callable[..., Any], *arguments: Any
@@ -74,10 +77,13 @@ class Threads:
         """See `Pool`."""
         future.cancel()
 
-    def rows_result(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def array(self, shape: tuple[int, ...], dtype: Any) -> parcels.RowTarget:
         """See `Pool`."""
-        array = np.empty(shape, dtype)
-        return array, parcels.LocalArray(array)
+        return parcels.LocalArray(np.empty(shape, dtype))
+
+    def reach(self, home: parcels.RowTarget) -> parcels.RowTarget | None:
+        """See `Pool`."""
+        return home
 
     def everywhere(
         self, function: Callable[..., Any], *arguments: Any

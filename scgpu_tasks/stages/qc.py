@@ -209,8 +209,9 @@ class _Run:
         self.measured = CellPart(
             np.zeros(n, np.int64),
             np.zeros(n),
-            np.zeros((n, len(self.sets.names))),
-            np.zeros((n, len(self.tops))),
+            # Column after column, as the tables hold them.
+            np.zeros((n, len(self.sets.names)), order="F"),
+            np.zeros((n, len(self.tops)), order="F"),
         )
         plan = CellPlan(
             self.sets.bits(),

@@ -127,8 +127,13 @@ def _free(*, on_gpu: bool) -> None:
 
 
 def trim() -> None:
-    """Give memory that this process has freed back to the system."""
+    """Collect garbage, and give memory that this process has freed back to the system."""
     gc.collect()
+    give_back()
+
+
+def give_back() -> None:
+    """Give memory that this process has freed back to the system; a matter of milliseconds."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -22,6 +22,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -98,25 +99,31 @@ def timed(run: Callable[[], Any], warm: Callable[[], Any]) -> dict[str, Any]:
 
 def pipeline(store: Path) -> dict[str, Any]:
     """QC to PCA with this library."""
-    import anndata as ad
-    import zarr
-
+    from scgpu_tasks.io.lazy import read_tables
     from scgpu_tasks.io.rows import open_rows
     from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
     from scgpu_tasks.stages.pca import run_pca
     from scgpu_tasks.stages.qc import run_qc
 
-    group = zarr.open_group(store, mode="r")
-    obs, var = (ad.io.read_elem(group[name]) for name in ("obs", "var"))
+    obs, var = read_tables(store)
     source = open_rows(store)
     start = time.perf_counter()
     qc = run_qc(source, obs, var, QCSpec(), HVGSpec())
     middle = time.perf_counter()
     few = PCASpec(n_comps=min(50, qc.summary["n_hvg"]))
-    pca = run_pca(source, qc.cells, qc.genes, qc.summary["target_sum"], few)
+    with tempfile.TemporaryDirectory(dir=store.parent) as folder:
+        pca = run_pca(
+            source,
+            qc.cells,
+            qc.genes,
+            qc.summary["target_sum"],
+            few,
+            scores=Path(folder) / "scores.npy",
+        )
+        end = time.perf_counter()
     return {
         "qc_seconds": middle - start,
-        "pca_seconds": time.perf_counter() - middle,
+        "pca_seconds": end - middle,
         "passes": [qc.summary["passes"], pca.summary["passes"]],
         "n_cells": qc.summary["n_cells_kept"],
         "n_hvg": qc.summary["n_hvg"],

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scgpu_tasks.errors import OutputError
 from scgpu_tasks.stages import parcels
-from scgpu_tasks.stages.parcels import LocalArray, Mailbox, Parcel, pack, unpack_sent
+from scgpu_tasks.stages.parcels import FileArray, LocalArray, Mailbox, Parcel, pack, unpack_sent
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +139,27 @@ def test_rows_of_a_shared_array_land_at_their_place() -> None:
     assert np.count_nonzero(found) == 9
     box.close()
     assert not shared.write(0, np.zeros((1, 3)))
+
+
+def test_a_file_is_filled_by_those_who_see_the_witness(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).random((7, 3)).astype(np.float32)
+    file, box = FileArray.create(tmp_path / "a.npy", (7, 3), np.float32), Mailbox()
+    target = box.reach(file)
+    assert target is not None
+    assert target.write(2, rows[2:])
+    box.close()
+    # As a worker on another machine, which sees the file, but not the mailbox.
+    assert not target.write(0, rows[:2] + 1)
+    assert file.write(0, rows[:2])
+    assert np.load(file.path).tobytes() == file.map().tobytes() == rows.tobytes()
+
+
+def test_a_file_that_the_disk_has_no_room_for_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OutputError, match=r"a\.npy: No space left"):
+        FileArray.create(tmp_path / "a.npy", (7, 3), np.float32)

@@ -129,12 +129,23 @@ def test_same_cut_gives_the_same_bytes_for_any_number_of_workers_and_any_memory(
     runs.append(run_pca(source, qc.cells, qc.genes, 1e4, SPEC, workers=2, scratch=scratch))
     assert runs[-1].summary["passes"] == 1
     assert list((tmp_path / "s").iterdir()) == []
+    path = tmp_path / "scores.npy"
+    path.write_text("of an older run")
+    runs.append(run_pca(source, qc.cells, qc.genes, 1e4, SPEC, workers=2, scores=path))
+    assert np.load(path).tobytes() == runs[-1].X_pca.tobytes()
+    assert isinstance(runs[-1].X_pca, np.memmap)
     assert len({everything(run) for run in runs}) == 1
+
+
+def test_a_file_for_scores_that_cannot_be_written_is_named(data, qc, tmp_path):
+    path = tmp_path / "none" / "scores.npy"
+    with pytest.raises(OutputError, match=str(path)):
+        run_pca(data[0], qc.cells, qc.genes, 1e4, SPEC, scores=path)
 
 
 def test_a_budget_for_some_spans_reads_the_others_once_more(data, qc, monkeypatch):
     source = Cut(data[0], range(0, 601, 60))
-    monkeypatch.setattr(held.memory, "budget", 20_000)
+    monkeypatch.setattr(held.memory, "budget", 20_000 + 600 * held.BYTES_PER_CELL)
     found = run_pca(source, qc.cells, qc.genes, 1e4, SPEC, workers=1)
     assert 1 < found.summary["passes"] < 2
     assert not held.memory._rows
@@ -164,10 +175,11 @@ def test_a_run_that_was_cut_short_makes_room(monkeypatch):
     assert memory.put(("new", 0), rows)
     assert not memory.put(("new", 1), rows)
     assert memory.take(("old", 0)) is None
+    assert not memory.put(("new", 1), rows, taken=100)
     assert memory.take(("new", 0)) is not None
 
 
-def test_a_cluster_gives_the_bytes_of_threads(small_store):
+def test_a_cluster_gives_the_bytes_of_threads(small_store, tmp_path):
     import anndata
 
     adata = anndata.read_zarr(small_store)
@@ -182,9 +194,10 @@ def test_a_cluster_gives_the_bytes_of_threads(small_store):
     ):
         other = run_qc(source, adata.obs, adata.var, QC, HVGSpec(n_top_genes=100))
         found = run_pca(source, qc.cells, qc.genes, 1e4, SPEC)
+        filed = run_pca(source, qc.cells, qc.genes, 1e4, SPEC, scores=tmp_path / "s.npy")
     pd.testing.assert_frame_equal(qc.genes, other.genes, check_exact=True)
     pd.testing.assert_frame_equal(qc.cells, other.cells, check_exact=True)
-    assert everything(found) == everything(alone)
+    assert everything(found) == everything(alone) == everything(filed)
     assert found.summary["passes"] < 2
 
 
