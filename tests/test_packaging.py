@@ -83,6 +83,15 @@ def test_the_console_command_is_there_and_explains_itself() -> None:
     assert "convert" in shown
 
 
+def test_the_console_command_is_quiet_where_its_reader_has_gone() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "scgpu_tasks", "runs", "--json"]
+    with open(writer, "wb") as gone:  # noqa: PTH123
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 @pytest.fixture(scope="module")
 def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the package as its wheel installs it, and nothing of the checkout."""
