@@ -85,10 +85,10 @@ def make_flow() -> Any:
     from prefect import flow
 
     from scgpu_tasks.flowrun import run_name
-    from scgpu_tasks.tasks import dask_runner
+    from scgpu_tasks.tasks import StageRunner
 
     return flow(
-        name="atlas-qc", flow_run_name=run_name, task_runner=dask_runner(), log_prints=False
+        name="atlas-qc", flow_run_name=run_name, task_runner=StageRunner(), log_prints=False
     )(atlas_qc)
 
 

@@ -16,6 +16,8 @@ from scgpu_tasks.errors import ParameterError
 
 HVGFlavor = Literal["seurat", "cell_ranger", "seurat_v3"]
 HVG_FLAVORS: tuple[str, ...] = ("seurat", "cell_ranger", "seurat_v3")
+TARGET_SUMS = (1e-6, 1e12)
+"""Least and greatest; squares of values far beyond them overflow, or vanish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,8 @@ class HVGSpec(Spec):
     Parameters
     ----------
     target_sum
-        Counts per cell after normalisation; None: the median over the kept cells.
+        Counts per cell after normalisation, 1e-6 to 1e12; None: the median over the kept
+        cells.
     flavor
         ``seurat``, ``cell_ranger`` or ``seurat_v3``.
     n_top_genes
@@ -138,8 +141,12 @@ class HVGSpec(Spec):
         if self.flavor not in HVG_FLAVORS:
             msg = f"hvg flavor {self.flavor!r} is not one of {', '.join(HVG_FLAVORS)}"
             raise ParameterError(msg)
-        if self.target_sum is not None and not self.target_sum > 0:
-            msg = f"target_sum must be above 0, not {self.target_sum}"
+        low, high = TARGET_SUMS
+        if self.target_sum is not None and not low <= self.target_sum <= high:
+            msg = (
+                f"target_sum is the counts of a cell after normalisation, {low:g} to {high:g}, "
+                f"not {self.target_sum}; 10000 is usual"
+            )
             raise ParameterError(msg)
         if self.n_top_genes is not None and self.n_top_genes < 1:
             msg = f"n_top_genes must be at least 1, not {self.n_top_genes}"

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from distributed import KilledWorker
 from prefect import runtime, task
 from prefect.artifacts import (
     create_markdown_artifact,
@@ -29,8 +28,7 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 from prefect.states import State
-from prefect_dask import DaskTaskRunner
-from prefect_dask.task_runners import PrefectDaskFuture
+from prefect.task_runners import TaskRunner
 
 from scgpu_tasks.cluster import cluster_facts, connect, lost_workers, require_reach
 from scgpu_tasks.errors import ClusterError
@@ -40,6 +38,9 @@ from scgpu_tasks.job.conversion import Conversion, convert_step
 from scgpu_tasks.job.progress import worker_progress
 from scgpu_tasks.job.steps import Plan
 from scgpu_tasks.job.workdir import WorkDir
+
+if TYPE_CHECKING:
+    from prefect_dask import DaskTaskRunner
 
 RESULT_LAYOUT = 1
 """Version of what tasks return; part of every cache key."""
@@ -168,8 +169,8 @@ def _run(stage_task: Any, *, here: bool, intact: bool, **arguments: Any) -> dict
             listener.begin()
         begun = time.time()
         result, state = _wait(chosen.submit(**arguments), stage_task.name)
-        runner = _dask_runner()
-        lost = [] if runner is None else lost_workers(runner.client, begun)
+        runner = _stage_runner()
+        lost = [] if runner is None else lost_workers(runner.dask.client, begun)
         if lost:
             result = {**result, "workers_lost": lost}
     if state.name == "Cached":
@@ -178,6 +179,9 @@ def _run(stage_task: Any, *, here: bool, intact: bool, **arguments: Any) -> dict
 
 
 def _wait(future: PrefectFuture[Any], stage: str) -> tuple[dict[str, Any], State[Any]]:
+    from distributed import KilledWorker
+    from prefect_dask.task_runners import PrefectDaskFuture
+
     try:
         return future.result(), future.state
     except KilledWorker as error:
@@ -194,44 +198,93 @@ def _wait(future: PrefectFuture[Any], stage: str) -> tuple[dict[str, Any], State
         raise
 
 
-def use_cluster(scheduler: str | None, **options: Any) -> dict[str, Any]:
-    """Tell the running flow's Dask runner, before its first task, which cluster to use.
+class StageRunner(TaskRunner[PrefectFuture[Any]]):
+    """Prefect's Dask runner, made for the first task that is submitted to it.
+
+    A run whose stages are all finished submits none, and then needs no part of Dask.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stack = ExitStack()
+        self._dask: DaskTaskRunner | None = None
+        self._choose: Callable[[], dict[str, Any]] = dict
+
+    def duplicate(self) -> StageRunner:
+        """Return a runner for one more run of the flow."""
+        return StageRunner()
+
+    def use(self, choose: Callable[[], dict[str, Any]]) -> None:
+        """Take the arguments of `DaskTaskRunner` from a function once they are needed."""
+        self._choose = choose
+
+    @property
+    def dask(self) -> DaskTaskRunner:
+        """The runner behind this one."""
+        if self._dask is None:
+            from prefect_dask import DaskTaskRunner
+
+            self._dask = self._stack.enter_context(DaskTaskRunner(**self._choose()))
+        return self._dask
+
+    def submit(self, *arguments: Any, **named: Any) -> PrefectFuture[Any]:
+        """As `DaskTaskRunner.submit`."""
+        return self.dask.submit(*arguments, **named)
+
+    def __exit__(self, *error: Any) -> None:
+        """Close the runner behind this one, if it was made."""
+        try:
+            self._stack.__exit__(*error)
+        finally:
+            super().__exit__(*error)
+
+
+def use_cluster(choose: Callable[[], dict[str, Any]]) -> None:
+    """Tell the running flow's runner, before its first task, which cluster to use.
+
+    Parameters
+    ----------
+    choose
+        Returns `own_cluster` or `running_cluster`; called when a task is there for it.
+    """
+    runner = _stage_runner()
+    if runner is not None:
+        runner.use(choose)
+
+
+def own_cluster(**options: Any) -> dict[str, Any]:
+    """Arguments of the Dask runner for a cluster that it starts with its first task.
+
+    Parameters
+    ----------
+    **options
+        As for `scgpu_tasks.cluster.make_cluster`.
+    """
+    return {
+        "cluster_class": "scgpu_tasks.cluster.start.ready_cluster",
+        "cluster_kwargs": options,
+    }
+
+
+def running_cluster(scheduler: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the Dask runner for a running cluster, and what that cluster is made of.
 
     Parameters
     ----------
     scheduler
-        Address of a running scheduler; None starts a cluster here.
-    **options
-        As for `scgpu_tasks.cluster.make_cluster`.
-
-    Returns
-    -------
-    `scgpu_tasks.cluster.cluster_facts` of a running cluster; nothing of one to be started.
+        Address of the scheduler.
 
     Raises
     ------
     ClusterError
         Nobody answers at that address, or its workers do not reach the Prefect server.
     """
-    runner = _dask_runner()
-    if runner is None:
-        return {}
-    if scheduler is None:
-        runner.cluster_kwargs = options
-        return {}
     with connect(scheduler, set_as_default=False) as client:
         found = cluster_facts(client)
         url = PREFECT_API_URL.value()
         if url:
             require_reach(client, f"{url}/health")
-    runner.cluster_class = runner.resolved_cluster_class = None
-    runner.address = scheduler
-    return found
-
-
-def dask_runner() -> Any:
-    """Runner whose cluster comes from `scgpu_tasks.cluster`, started by its first task."""
-    return DaskTaskRunner(cluster_class="scgpu_tasks.cluster.start.ready_cluster")
+    return {"address": scheduler}, found
 
 
 class _Listener:
@@ -242,9 +295,9 @@ class _Listener:
         self._client: Any = None
 
     def begin(self) -> None:
-        runner = _dask_runner()
+        runner = _stage_runner()
         if runner is not None and self._client is None:
-            self._client = runner.client
+            self._client = runner.dask.client
             self._client.subscribe_topic(_topic(), self._on_event)
 
     def end(self) -> None:
@@ -267,10 +320,10 @@ def watch_progress(on_event: Callable[[tuple[float, Any]], None]) -> Iterator[No
         listener.end()
 
 
-def _dask_runner() -> DaskTaskRunner | None:
+def _stage_runner() -> StageRunner | None:
     context = FlowRunContext.get()
     runner = context.task_runner if context is not None else None
-    return runner if isinstance(runner, DaskTaskRunner) else None
+    return runner if isinstance(runner, StageRunner) else None
 
 
 def _topic() -> str:

@@ -1,7 +1,8 @@
 """Find the elements of an AnnData zarr store, of any age and zarr format, and what they are.
 
 Metadata documents are read as plain files: nothing here asks zarr's configuration, needs
-consolidated metadata, or touches a GPU.
+consolidated metadata, or touches a GPU. zarr itself loads when a store is opened with it, so
+that a run which has nothing to read does without.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
-from typing import Any, Protocol
-
-from zarr.abc.store import Store
-from zarr.storage import LocalStore, ZipStore
+from typing import TYPE_CHECKING, Any, Protocol
 
 from scgpu_tasks.errors import FormatError, StoreError
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store
 
 V3_DOCUMENTS = ("zarr.json",)
 V2_DOCUMENTS = (".zarray", ".zgroup", ".zattrs")
@@ -87,6 +88,8 @@ class FolderFiles:
 
     def zarr_store(self) -> Store:
         """Open it as a read-only zarr store."""
+        from zarr.storage import LocalStore
+
         return LocalStore(self.path, read_only=True)
 
 
@@ -129,6 +132,8 @@ class ZipFiles:
 
     def zarr_store(self) -> Store:
         """Open it as a read-only zarr store."""
+        from zarr.storage import ZipStore
+
         return ZipStore(self.path, read_only=True, mode="r")
 
 

@@ -8,13 +8,14 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
-from typing import Any
 
 _PACKAGE = "scgpu_tasks"
 _PACKAGE_DIR = Path(__file__).parents[1]
-# Messages and parsing of paths; neither can change a number.
-_NOT_NUMERIC = frozenset(
-    {f"{_PACKAGE}.errors", f"{_PACKAGE}.workdir", f"{_PACKAGE}.codeversion"}
+# Rooms that say where and when a stage runs, and not what it computes. The package itself and
+# conversions are reached by names that rooms below them hand on.
+_NOT_NUMERIC = tuple(
+    f"{_PACKAGE}.{room}"
+    for room in ("errors", "cluster", "io.convert", "job", "tasks", "flowrun", "operate")
 )
 _KERNEL_SOURCES = frozenset({".cu", ".cuh", ".h", ".hpp", ".cpp"})
 
@@ -24,8 +25,9 @@ def code_version(*modules: str) -> str:
     """Digest of the code that given modules run, whatever its comments and layout.
 
     Follows imports of this package, those inside functions and by name included, and hashes
-    what the compiler makes of them, without docstrings and line numbers. Device kernels kept in
-    files of their own beside a followed module count byte by byte.
+    what the compiler makes of them, without docstrings and line numbers. Rooms that change no
+    number are left out, unless they are named. Device kernels kept in files of their own beside
+    a followed module count byte by byte.
 
     Parameters
     ----------
@@ -35,7 +37,7 @@ def code_version(*modules: str) -> str:
     todo, seen = list(modules), dict[str, str]()
     while todo:
         name = todo.pop()
-        if name in seen or name in _NOT_NUMERIC:
+        if name in seen or (name not in modules and _is_not_numeric(name)):
             continue
         path = _module_file(name)
         if path is None:
@@ -48,12 +50,17 @@ def code_version(*modules: str) -> str:
     return hashlib.sha256("\n".join(sorted(seen.values())).encode()).hexdigest()
 
 
+def _is_not_numeric(name: str) -> bool:
+    return name == _PACKAGE or f"{name}.".startswith(tuple(f"{n}." for n in _NOT_NUMERIC))
+
+
 @functools.cache
 def _read_module(name: str, path: Path) -> tuple[str, tuple[str, ...]]:
     """Digest of one module's code, and what it imports of this package."""
     tree = ast.parse(path.read_bytes())
-    wanted = {n for n in _imported(tree, name) if n.split(".")[0] == _PACKAGE}
-    code = compile(_Bare().visit(tree), name, "exec", dont_inherit=True)
+    nodes = _make_bare(tree)
+    wanted = {n for n in _imported(nodes, name) if n.split(".")[0] == _PACKAGE}
+    code = compile(tree, name, "exec", dont_inherit=True)
     digest = hashlib.sha256()
     for fact in _facts(code):
         digest.update(fact.encode())
@@ -75,25 +82,35 @@ def _facts(code: CodeType) -> Iterator[str]:
             yield repr(constant)
 
 
-class _Bare(ast.NodeTransformer):
-    """Drop strings that stand alone, and put everything on one line.
+def _make_bare(tree: ast.Module) -> list[ast.AST]:
+    """Drop strings that stand alone, put everything on one line, and return all nodes.
 
     The compiler leaves marks where a line has no instruction of its own.
     """
+    place = {"lineno": 1, "end_lineno": 1, "col_offset": 0, "end_col_offset": 0}
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
+        fields = node.__dict__
+        if "lineno" in fields:
+            fields.update(place)
+        for name, value in fields.items():
+            if isinstance(value, list):
+                if name in ("body", "orelse", "finalbody"):
+                    value[:] = [n for n in value if not _is_text(n)]
+                    if name == "body" and not value:
+                        value.append(ast.Pass(**place))
+                nodes.extend(n for n in value if isinstance(n, ast.AST))
+            elif isinstance(value, ast.AST):
+                nodes.append(value)
+    return nodes
 
-    def generic_visit(self, node: Any) -> ast.AST:
-        super().generic_visit(node)
-        if hasattr(node, "lineno"):
-            node.lineno = node.end_lineno = 1
-            node.col_offset = node.end_col_offset = 0
-        if getattr(node, "body", None) == []:
-            node.body = [ast.Pass(lineno=1, end_lineno=1, col_offset=0, end_col_offset=0)]
-        return node
 
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            return None
-        return self.generic_visit(node)
+def _is_text(statement: ast.AST) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 def _module_file(name: str) -> Path | None:
@@ -106,8 +123,8 @@ def _module_file(name: str) -> Path | None:
     return None
 
 
-def _imported(tree: ast.AST, module: str) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imported(nodes: list[ast.AST], module: str) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

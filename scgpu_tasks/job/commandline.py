@@ -250,9 +250,11 @@ def _run(
         if server is None:
             stack.enter_context(without_heartbeat())
         else:
-            from scgpu_tasks.job.warm import FLOW_MODULES, import_modules
+            from scgpu_tasks.job.warm import FLOW_MODULES, RECORD_MODULES, import_modules
 
             import_modules(FLOW_MODULES)
+            if wanted is not None:
+                import_modules(RECORD_MODULES)
             server.wait()
             stack.enter_context(unattended())
         with answering():

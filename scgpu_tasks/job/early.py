@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from scgpu_tasks.cluster.plan import plan_cluster, resolve_device
-from scgpu_tasks.errors import ParameterError
+from scgpu_tasks.errors import ParameterError, ScgpuError
 from scgpu_tasks.job import runlog, steps
 from scgpu_tasks.job.conversion import Conversion, may_replace
-from scgpu_tasks.job.probe import probe, probe_source
 from scgpu_tasks.job.steps import STAGES
 from scgpu_tasks.job.workdir import MANIFEST, require_writable
 from scgpu_tasks.records import write_record
@@ -20,9 +19,11 @@ from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
 
 
 def refuse_early(parameters: Mapping[str, Any]) -> None:
-    """Refuse a run that cannot end well, and leave its record.
+    """Refuse a run that cannot end well.
 
     Looks at option values, at the metadata of the store or source, and at its first cells.
+    What is wrong with store or source, or with a value for it, leaves a record. A value that
+    is wrong for every store leaves none, as an option that does not exist leaves none.
 
     Parameters
     ----------
@@ -36,9 +37,10 @@ def refuse_early(parameters: Mapping[str, Any]) -> None:
     ScgpuError
         As the stages of the run would raise.
     """
-    out = require_writable(parameters["out"], option="out")
+    require_writable(parameters["out"], option="out")
+    _require_values(parameters)
     try:
-        _look(parameters, work_folder(parameters, out))
+        _look(parameters)
     except BaseException as error:
         leave_record(parameters, error)
         raise
@@ -50,28 +52,35 @@ def needs_cluster(parameters: Mapping[str, Any]) -> bool:
     Parameters
     ----------
     parameters
-        Those of the flow; `refuse_early` has let them pass.
+        Those of the flow; their values are ones that the stages take.
     """
-    p = parameters
-    if set(refreshed(p["refresh"])) & {"convert", "qc", "pca"}:
+    if set(refreshed(parameters["refresh"])) & {"convert", "qc", "pca"}:
         return True
-    work, store = work_folder(p, Path(p["out"])), absolute(p["store"])
-    if p["source"] is not None:
-        job = Conversion(source=absolute(p["source"]), store=store, work=work)
-        if job.made() is None:
-            return True
-    qc, hvg, pca = specs_of(p)
-    plan = steps.Plan(
-        store=store,
-        fingerprint=steps.fingerprint(store, qc),
-        work=work,
-        qc=qc,
-        hvg=hvg,
-        pca=pca,
-        device=resolve_device(p["device"]),
-    )
     # Whether its files are whole the flow finds out, which then starts a cluster itself.
-    return not all((Path(work) / s / plan.key(s) / MANIFEST).is_file() for s in ("qc", "pca"))
+    return not _are_done(parameters, ("qc", "pca"))
+
+
+def _are_done(p: Mapping[str, Any], stages: tuple[str, ...]) -> bool:
+    """Whether there are outputs of these stages for the store, or source, as it is now."""
+    if p["source"] is not None and _conversion(p).made() is None:
+        return False
+    work, store = work_folder(p, Path(p["out"])), absolute(p["store"])
+    qc, hvg, pca = specs_of(p)
+    try:
+        fingerprint = steps.fingerprint(store, qc)
+    except ScgpuError:
+        # Whoever opens it says better what is wrong with it.
+        return False
+    device = resolve_device(p["device"])
+    plan = steps.Plan(
+        store=store, fingerprint=fingerprint, work=work, qc=qc, hvg=hvg, pca=pca, device=device
+    )
+    return all((Path(work) / s / plan.key(s) / MANIFEST).is_file() for s in stages)
+
+
+def _conversion(p: Mapping[str, Any]) -> Conversion:
+    work = work_folder(p, Path(p["out"]))
+    return Conversion(source=absolute(p["source"]), store=absolute(p["store"]), work=work)
 
 
 def leave_record(parameters: Mapping[str, Any], error: BaseException) -> None:
@@ -93,25 +102,39 @@ def leave_record(parameters: Mapping[str, Any], error: BaseException) -> None:
     runlog.announce(out / name)
 
 
-def _look(p: Mapping[str, Any], work: str) -> None:
-    refresh = refreshed(p["refresh"])
-    specs = specs_of(p)
-    device = resolve_device(p["device"])
+def _require_values(p: Mapping[str, Any]) -> None:
+    refreshed(p["refresh"])
+    specs_of(p)
     if p["chunks"] != "auto" and int(p["chunks"]) < 1:
         msg = f"chunks must be 1 cell or more, or auto, not {p['chunks']}"
         raise ParameterError(msg)
-    if p["scheduler"] is None:
-        plan_cluster(device, workers=p["workers"])
-    store = absolute(p["store"])
+    if p["workers"] is not None and p["workers"] < 1:
+        msg = f"workers must be at least 1, not {p['workers']}"
+        raise ParameterError(msg)
+
+
+def _look(p: Mapping[str, Any]) -> None:
+    refresh, specs = refreshed(p["refresh"]), specs_of(p)
+    device = resolve_device(p["device"])
+    store, job = absolute(p["store"]), None
     if p["source"] is None:
         steps.require_store(store)
-        probe(store, *specs, chunks=p["chunks"])
+    else:
+        job = _conversion(p)
+        job.require_source()
+        if "convert" not in refresh and job.made() is None:
+            may_replace(job)
+    if not refresh and _are_done(p, ("load", "qc", "pca")):
+        # The load stage has let the same store and values pass, and nothing is computed.
         return
-    job = Conversion(source=absolute(p["source"]), store=store, work=work)
-    job.require_source()
-    if "convert" not in refresh and job.made() is None:
-        may_replace(job)
-    probe_source(job.source, *specs)
+    from scgpu_tasks.job.probe import probe, probe_source
+
+    if p["scheduler"] is None:
+        plan_cluster(device, workers=p["workers"])
+    if job is None:
+        probe(store, *specs, chunks=p["chunks"])
+    else:
+        probe_source(job.source, *specs)
 
 
 def work_folder(parameters: Mapping[str, Any], out: Path) -> str:

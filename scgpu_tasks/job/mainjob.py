@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scgpu_tasks import flowrun, tasks
 from scgpu_tasks.cluster import resolve_device
 from scgpu_tasks.cluster.plan import plan_cluster
 from scgpu_tasks.cluster.start import flow_cluster
 from scgpu_tasks.errors import StoreError
-from scgpu_tasks.io.lazy import read_tables
 from scgpu_tasks.job import steps
 from scgpu_tasks.job.conversion import Conversion
-from scgpu_tasks.job.early import absolute, refreshed, specs_of, work_folder
+from scgpu_tasks.job.early import absolute, needs_cluster, refreshed, specs_of, work_folder
+from scgpu_tasks.job.kept import find_kept, keep, made_of
 from scgpu_tasks.job.living import marked, sweep
 from scgpu_tasks.job.monitor import Monitor, shows, stage_words
-from scgpu_tasks.job.probe import probe_source
 from scgpu_tasks.job.progress import ProgressBars
 from scgpu_tasks.job.runlog import RunLog, announce, store_stem
-from scgpu_tasks.job.saved import read_pca, read_qc
 from scgpu_tasks.job.steps import STAGES, Plan
 from scgpu_tasks.job.workdir import WorkDir, require_writable
-from scgpu_tasks.records import words, write_record, write_run
+from scgpu_tasks.records import words, write_made, write_record, write_run
+from scgpu_tasks.records.made import GoneError
 from scgpu_tasks.records.pages import run_page
 from scgpu_tasks.records.report import state_message
 from scgpu_tasks.records.run import fresh_folder, release_room, reserve_room
+
+if TYPE_CHECKING:
+    from scgpu_tasks.records.made import Computed, Kept
 
 _OF_A_CONVERSION = (
     "source",
@@ -94,18 +96,17 @@ def _complete(job: _Job, page: flowrun.RunPage | None) -> None:
         page.tag(f"store:{stem}", f"device:{resolve_device(job.parameters['device'])}")
     job.run()
     job.log.running = "record"
-    results = job.results()
-    if results is None:
-        # Somebody removed finished stages meanwhile; those that are there are taken over.
-        job.run()
-        job.log.running = "record"
+    if not job.copy_record():
         results = job.results()
-    if results is None:
-        msg = f"finished stages vanish from {job.work} before the record is written"
-        raise StoreError(msg)
-    job.log.end("completed")
-    release_room(job.folder)
-    write_record(job.folder, job.log.content, **results)
+        if results is None:
+            # Somebody removed finished stages meanwhile; those that are there are taken over.
+            job.run()
+            job.log.running = "record"
+            results = job.results()
+        if results is None:
+            msg = f"finished stages vanish from {job.work} before the record is written"
+            raise StoreError(msg)
+        job.write_record(results)
     if page is not None:
         page.log(f"record: {job.folder}/report.html")
         text = run_page(job.log.content, str(job.folder))
@@ -146,6 +147,7 @@ class _Job:
         self.held = held
         self.work = work_folder(parameters, out)
         self.store = absolute(parameters["store"])
+        self.kept: Kept | None = None
 
     def run(self) -> None:
         p = self.parameters
@@ -156,14 +158,22 @@ class _Job:
         if p["source"] is None:
             self.log.skip("convert")
             steps.require_store(self.store)
-        self._choose_cluster(device)
+        if needs_cluster(p):
+            # Before any stage, so that what is wrong with it is said at once.
+            chosen = self._choose_cluster(device)
+            tasks.use_cluster(lambda: chosen)
+        else:
+            tasks.use_cluster(lambda: self._choose_cluster(device))
         with tasks.watch_progress(self.monitor.on_event):
             if p["source"] is not None:
                 with self._stage("convert") as entry:
                     job = Conversion(
                         source=absolute(p["source"]), store=self.store, work=self.work
                     )
-                    probe_source(p["source"], qc, hvg, pca)
+                    if job.made() is None:
+                        from scgpu_tasks.job.probe import probe_source
+
+                        probe_source(p["source"], qc, hvg, pca)
                     self.held.enter_context(WorkDir(self.work).hold([job.key()]))
                     self._note(entry, tasks.run_convert(job, refresh="convert" in refresh))
             with self._stage("check") as entry:
@@ -177,8 +187,9 @@ class _Job:
                     device=device,
                     chunks=p["chunks"],
                 )
-                keys = [plan.key(stage) for stage in ("check", "load", "qc", "pca")]
+                keys = [plan.key(s) for s in ("check", "load", "qc", "pca", "record")]
                 self.held.enter_context(WorkDir(self.work).hold(keys))
+                self.kept = None if refresh else find_kept(plan)
                 self.log.content["store"] = {
                     "path": self.store,
                     "fingerprint": plan.fingerprint,
@@ -188,9 +199,27 @@ class _Job:
                 with self._stage(stage) as entry:
                     self._note(entry, tasks.run_stage(plan, stage, refresh=stage in refresh))
 
-    def results(self) -> dict[str, Any] | None:
+    def copy_record(self) -> bool:
+        """Write the record from what an earlier run kept; tells whether that was there."""
+        stages = self.log.content["stages"]
+        if self.kept is None or any(stages[s]["state"] != "cached" for s in ("qc", "pca")):
+            return False
+        steps.require_unchanged(self.plan)
+        try:
+            self._write(self.kept)
+        except GoneError:
+            self.kept = None
+            return False
+        return True
+
+    def results(self) -> Computed | None:
         """Tables and results that the record is made of; None where they are gone."""
+        from scgpu_tasks.io.lazy import read_tables
+        from scgpu_tasks.job.saved import read_pca, read_qc
+        from scgpu_tasks.records.made import Computed
+
         work, plan = WorkDir(self.work), self.plan
+        self.made_of = made_of(plan)
         qc = work.read("qc", plan.key("qc"), read_qc)
         pca = work.read("pca", plan.key("pca"), read_pca)
         if qc is None or pca is None:
@@ -198,18 +227,28 @@ class _Job:
         obs, var = read_tables(plan.store)
         # Metrics and scores are of the cells that the stages read.
         steps.require_unchanged(plan)
-        tables = Path(self.work) / "qc" / plan.key("qc")
-        return {"obs": obs, "var": var, "qc": qc, "pca": pca, "tables": tables}
+        return Computed(obs, var, qc, pca, Path(self.work) / "qc" / plan.key("qc"))
 
-    def _choose_cluster(self, device: str) -> None:
+    def write_record(self, results: Computed) -> None:
+        """Write the record, and keep what it is made of."""
+        self._write(results)
+        keep(self.plan, self.made_of, results, self.folder, self.log.content)
+
+    def _write(self, made: Computed | Kept) -> None:
+        self.log.end("completed")
+        release_room(self.folder)
+        write_made(self.folder, self.log.content, made)
+
+    def _choose_cluster(self, device: str) -> dict[str, Any]:
+        """Plan or find the cluster, note it, and return the runner's arguments."""
         p = self.parameters
         if p["scheduler"] is None:
-            plan = plan_cluster(device, workers=p["workers"])
-            self.log.content["cluster"] = plan.to_json()
-        else:
-            self.log.content["cluster"] = {"scheduler": p["scheduler"]}
-        found = tasks.use_cluster(p["scheduler"], **flow_cluster(device, p["workers"]))
+            self.log.content["cluster"] = plan_cluster(device, workers=p["workers"]).to_json()
+            return tasks.own_cluster(**flow_cluster(device, p["workers"]))
+        self.log.content["cluster"] = {"scheduler": p["scheduler"]}
+        arguments, found = tasks.running_cluster(p["scheduler"])
         self.log.content["cluster"] |= found
+        return arguments
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[dict[str, Any]]:
@@ -229,7 +268,8 @@ class _Job:
             entry["state"] = "cached"
         if result.get("workers_lost"):
             entry["workers_lost"] = result["workers_lost"]
-        for name, draw in shows(stage, Path(result["path"]), summary):
+        parts = self.kept.parts if self.kept is not None and result["cached"] else None
+        for name, draw in shows(stage, Path(result["path"]), summary, parts):
             self.monitor.show(name, draw)
         if stage == "convert":
             made = {name: summary[name] for name in _OF_A_CONVERSION if name in summary}

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from scgpu_tasks.job.progress import ProgressBars
 from scgpu_tasks.records import words
+from scgpu_tasks.records.pages import Part
 
 SECONDS_BETWEEN_UPDATES = 2.0
 
@@ -208,7 +209,12 @@ def stage_words(stage: str, summary: Mapping[str, Any]) -> str:
     return f"{summary['n_comps']} components of {summary['n_genes']:,} genes{of}"
 
 
-def shows(stage: str, folder: Path, summary: Mapping[str, Any]) -> Iterator[Shown]:
+def shows(
+    stage: str,
+    folder: Path,
+    summary: Mapping[str, Any],
+    kept: Callable[[str], list[Part]] | None = None,
+) -> Iterator[Shown]:
     """Give what a finished stage puts on the page: names, and functions that draw.
 
     Parameters
@@ -219,13 +225,14 @@ def shows(stage: str, folder: Path, summary: Mapping[str, Any]) -> Iterator[Show
         The stage's output.
     summary
         What the stage left.
+    kept
+        Returns what a stage put on the page of an earlier run; without it figures are drawn.
     """
     if stage == "check":
         yield "check", lambda page: _show_check(page, summary)
-    elif stage == "qc":
-        yield "qc", lambda page: _show_qc(page, folder, summary)
-    elif stage == "pca":
-        yield "pca", lambda page: _show_pca(page, folder, summary)
+    elif stage in ("qc", "pca"):
+        draw = kept or (lambda stage: _drawn(stage, folder, dict(summary)))
+        yield stage, lambda page: _put(page, draw(stage))
 
 
 Shown = tuple[str, Callable[[Page], None]]
@@ -237,20 +244,19 @@ def _show_check(page: Page, summary: Mapping[str, Any]) -> None:
     page.markdown("check", check_page(summary), "How fast the store can be read")
 
 
-def _show_qc(page: Page, folder: Path, summary: Mapping[str, Any]) -> None:
-    from scgpu_tasks.job.saved import read_metrics
-    from scgpu_tasks.records.pages import filter_rows, genes_page, qc_page
+def _drawn(stage: str, folder: Path, summary: dict[str, Any]) -> list[Part]:
+    from scgpu_tasks.job.saved import map_pca, read_metrics
+    from scgpu_tasks.records.pages import pca_parts, qc_parts
 
-    qc = read_metrics(folder, dict(summary))
-    page.table("filters", filter_rows(qc), "Cells and genes lost to each filter")
-    page.markdown("qc", qc_page(qc), "Quality control")
-    genes = genes_page(qc)
-    if genes is not None:
-        page.markdown("genes", genes, "Highly variable genes")
+    if stage == "qc":
+        return qc_parts(read_metrics(folder, summary))
+    return pca_parts(map_pca(folder, summary))
 
 
-def _show_pca(page: Page, folder: Path, summary: Mapping[str, Any]) -> None:
-    from scgpu_tasks.job.saved import map_pca
-    from scgpu_tasks.records.pages import pca_page
-
-    page.markdown("pca", pca_page(map_pca(folder, dict(summary))), "Principal components")
+def _put(page: Page, parts: list[Part]) -> None:
+    for part in parts:
+        content = part["content"]
+        if isinstance(content, str):
+            page.markdown(part["name"], content, part["title"])
+        else:
+            page.table(part["name"], content, part["title"])

@@ -61,7 +61,7 @@ def probe(
     FormatError
         Not an AnnData store, no such matrix, or a form that cannot be read by rows.
     ParameterError
-        Unknown batch key, or more components than cells or genes.
+        Unknown batch key, more components than cells or genes, or more top genes than genes.
     DataError
         The first cells hold negative values, NaN, or no counts.
     CorruptChunkError
@@ -77,7 +77,7 @@ def probe(
             f"var {len(var)}; the store is damaged or half written"
         )
         raise FormatError(msg)
-    _require_parameters(store, rows.shape, columns, hvg, pca)
+    _require_parameters(store, rows.shape, columns, qc, hvg, pca)
     if qc.expect_counts:
         _require_counts(rows, var)
     return {
@@ -138,7 +138,7 @@ def probe_source(source: str, qc: QCSpec, hvg: HVGSpec, pca: PCASpec) -> None:
         n_obs, n_vars = (int(n) for n in (shape if sparse else node.shape))
         order = root["obs"].attrs.get("column-order")
         columns = None if order is None else [str(name) for name in order]
-        _require_parameters(source, (n_obs, n_vars), columns, hvg, pca)
+        _require_parameters(source, (n_obs, n_vars), columns, qc, hvg, pca)
         stop = min(SAMPLE_CELLS, n_obs)
         if not qc.expect_counts or not stop or encoding(node) == "csc_matrix":
             return
@@ -185,10 +185,18 @@ def _require_parameters(
     store: str,
     shape: tuple[int, int],
     columns: list[str] | None,
+    qc: QCSpec,
     hvg: HVGSpec,
     pca: PCASpec,
 ) -> None:
     n_obs, n_vars = shape
+    top = max(qc.percent_top, default=0)
+    if top > n_vars:
+        msg = (
+            f"percent_top={top} is more than the {n_vars:,} genes of {store}; ask for the "
+            "share of fewer with --percent-top"
+        )
+        raise ParameterError(msg)
     if columns is not None and hvg.batch_key is not None and hvg.batch_key not in columns:
         msg = (
             f"batch_key {hvg.batch_key!r} is not a column of obs of {store}; "

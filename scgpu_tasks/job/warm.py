@@ -23,8 +23,8 @@ WORKER_MODULES = (
     "scgpu_tasks.job.saved",
     "scgpu_tasks.io.check",
 )
-FLOW_MODULES = (
-    "scgpu_tasks.job.mainjob",
+FLOW_MODULES = ("scgpu_tasks.job.mainjob",)
+RECORD_MODULES = (
     "anndata.io",
     "pyarrow.parquet",
     "matplotlib.figure",
@@ -32,6 +32,7 @@ FLOW_MODULES = (
     "scgpu_tasks.records.results",
     "scgpu_tasks.records.tables",
 )
+"""For a record that is not kept from an earlier run."""
 
 
 def import_modules(names: tuple[str, ...]) -> None:

@@ -359,6 +359,15 @@ def _verified(folder: Path, stage: str, key: str) -> StageFolder | None:
     return StageFolder(folder, stage, key, body["inputs"], body["summary"])
 
 
+def checksum_of(folder: Path) -> str | None:
+    """Checksum of a stage's output, all files included; None where it cannot be told."""
+    try:
+        checksum: str = json.loads((folder / MANIFEST).read_bytes())["checksum"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return checksum
+
+
 def held_keys(root: Path) -> set[str]:
     """Keys of the outputs in a folder that runs which go on need."""
     keys: set[str] = set()

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scgpu_tasks.errors import OutputError
-from scgpu_tasks.records.report import Findings, render
+from scgpu_tasks.errors import OutputError, ScgpuError
+from scgpu_tasks.records.made import CELLS, GENES, RESULTS, Computed, Made
+from scgpu_tasks.records.report import render
 from scgpu_tasks.records.run import Run, make_folder, read_run, write_run, write_text_atomic
 
 if TYPE_CHECKING:
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
     from scgpu_tasks.stages.pca import PCAResult
     from scgpu_tasks.stages.qc import QCResult
 
-_CELLS, _GENES, _RESULTS = "cells.parquet", "genes.parquet", "results.zarr"
-
-__all__ = ["Run", "read_run", "write_record", "write_run"]
+__all__ = ["Run", "read_run", "write_made", "write_record", "write_run"]
 
 
 def write_record(
@@ -62,27 +61,54 @@ def write_record(
     OutputError
         The folder cannot be written, or the disk is full.
     """
+    made: Made | None = None
+    if qc is not None:
+        if obs is None or var is None:
+            msg = "a record of QC needs the store's obs and var"
+            raise TypeError(msg)
+        made = Computed(obs, var, qc, pca, tables)
+    return write_made(folder, run, made)
+
+
+def write_made(
+    folder: str | Path, run: Run | Mapping[str, Any], made: Made | None = None
+) -> Path:
+    """Write a record as `write_record` does, of results that may be kept ones.
+
+    Parameters
+    ----------
+    folder, run
+        As for `write_record`.
+    made
+        What tables, results.zarr and report are written from.
+
+    Returns
+    -------
+    Path of report.html.
+
+    Raises
+    ------
+    OutputError
+        The folder cannot be written, or the disk is full.
+    """
     folder = make_folder(Path(folder))
     report = folder / "report.html"
     try:
-        if qc is None:
+        if made is None:
             page = render(run)
         else:
-            if obs is None or var is None:
-                msg = "a record of QC needs the store's obs and var"
-                raise TypeError(msg)
             with ThreadPoolExecutor(1, thread_name_prefix="scgpu-results") as pool:
                 # One compresses and writes, the other draws.
-                written = pool.submit(_write_results, folder, run, obs, var, qc, pca, tables)
-                page = render(run, Findings(obs, qc, pca))
+                written = pool.submit(made.write, folder, run)
+                page = render(run, made.view(run))
                 written.result()
         write_text_atomic(report, page)
         write_run(folder, run)
     except BaseException as error:
-        if qc is not None:
+        if made is not None:
             # Some of the results would pass for all of them, and take the room of run.json.
             _remove_results(folder)
-        if isinstance(error, OutputError) or not isinstance(error, OSError):
+        if isinstance(error, ScgpuError) or not isinstance(error, OSError):
             raise
         msg = (
             f"the run record cannot be written to {folder}: {error.strerror or error}. "
@@ -92,26 +118,7 @@ def write_record(
     return report
 
 
-def _write_results(
-    folder: Path,
-    run: Run | Mapping[str, Any],
-    obs: pd.DataFrame,
-    var: pd.DataFrame,
-    qc: QCResult,
-    pca: PCAResult | None,
-    tables: Path | None,
-) -> None:
-    from scgpu_tasks.records.results import write_results
-    from scgpu_tasks.records.tables import copy_table, write_table
-
-    for name, table in ((_CELLS, qc.cells), (_GENES, qc.genes)):
-        if tables is None or not copy_table(tables / name, folder / name):
-            write_table(folder / name, table)
-    flavor = run.get("parameters", {}).get("hvg_flavor", "seurat")
-    write_results(folder / _RESULTS, obs, var, qc, pca, hvg_flavor=flavor)
-
-
 def _remove_results(folder: Path) -> None:
-    for name in (_CELLS, _GENES):
+    for name in (CELLS, GENES):
         (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / _RESULTS, ignore_errors=True)
+    shutil.rmtree(folder / RESULTS, ignore_errors=True)

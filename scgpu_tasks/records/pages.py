@@ -10,13 +10,23 @@ import base64
 import html
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from scgpu_tasks.records import words
 
 if TYPE_CHECKING:
     from scgpu_tasks.stages.pca import PCAResult
     from scgpu_tasks.stages.qc import QCResult
+
+
+class Part(TypedDict):
+    """A table or a text on a run's page."""
+
+    name: str
+    title: str
+    content: str | list[dict[str, Any]]
+    """Markdown, or rows of a table."""
+
 
 _LIGHT = {
     "var(--ink)": "#1b2430",
@@ -111,45 +121,53 @@ def filter_rows(qc: QCResult) -> list[dict[str, Any]]:
     return rows
 
 
-def qc_page(qc: QCResult) -> str:
-    """Cells and genes kept, and how the cells' metrics are distributed."""
-    from scgpu_tasks.records.cells_view import metrics_view
+def qc_parts(qc: QCResult, view: Mapping[str, Any] | None = None) -> list[Part]:
+    """Return what the QC stage puts on the page: filters, metrics, variable genes.
 
-    summary = qc.summary
-    cells = words.percent(summary["n_cells_kept"], summary["n_cells"])
-    genes = words.percent(summary["n_genes_kept"], summary["n_genes"])
-    lines = [
-        f"**{summary['n_cells_kept']:,} of {summary['n_cells']:,} cells** ({cells}) and "
-        f"**{summary['n_genes_kept']:,} of {summary['n_genes']:,} genes** ({genes}) kept; "
-        f"{summary['n_hvg']:,} genes highly variable.",
-        *_figures(metrics_view(qc)),
-        *(f"\n> {escape(note)}" for note in summary.get("notes", [])),
+    Parameters
+    ----------
+    qc
+        What the stage returned.
+    view
+        `scgpu_tasks.records.cells_view.cells_view` of it, if its figures are drawn already.
+    """
+    if view is None:
+        from scgpu_tasks.records.cells_view import metrics_view, variable_view
+
+        figures, variable = metrics_view(qc), variable_view(qc.genes)
+    else:
+        figures, variable = view["histograms"] + view["grids"], view["variable"]
+    parts: list[Part] = [
+        {
+            "name": "filters",
+            "title": "Cells and genes lost to each filter",
+            "content": filter_rows(qc),
+        },
+        {"name": "qc", "title": "Quality control", "content": _qc_page(qc.summary, figures)},
     ]
-    return "\n".join(lines)
+    if variable is not None:
+        page = _genes_page(variable)
+        parts.append({"name": "genes", "title": "Highly variable genes", "content": page})
+    return parts
 
 
-def genes_page(qc: QCResult) -> str | None:
-    """Show the highly variable genes; None where none was chosen."""
-    from scgpu_tasks.records.cells_view import variable_view
+def pca_parts(pca: PCAResult, view: Mapping[str, Any] | None = None) -> list[Part]:
+    """Return what the PCA stage puts on the page: variance explained, a map of the cells.
 
-    found = variable_view(qc.genes)
-    if found is None:
-        return None
-    named = ", ".join(escape(name) for name in found["names"][:_GENES_NAMED])
-    return "\n".join(
-        [*_figures([{"title": "", **found}]), "", f"The most variable ones: {named}."]
-    )
-
-
-def pca_page(pca: PCAResult) -> str:
-    """Variance that each component explains, and the cells along the first two."""
+    Parameters
+    ----------
+    pca
+        What the stage returned.
+    view
+        `scgpu_tasks.records.pca_view.pca_view` of it, if its figures are drawn already.
+    """
     from scgpu_tasks.records import pca_figures
 
     share = pca.variance_ratio
     figures = [
         {
             "title": "Variance explained",
-            "svg": pca_figures.scree(share),
+            "svg": pca_figures.scree(share) if view is None else view["scree"]["svg"],
             "caption": f"{len(share)} components explain {words.percent(float(share.sum()))}.",
         }
     ]
@@ -162,7 +180,28 @@ def pca_page(pca: PCAResult) -> str:
                 "caption": f"{shown:,} of {len(pca.X_pca):,} cells drawn.",
             }
         )
-    return "\n".join(_figures(figures))
+    page = "\n".join(_figures(figures))
+    return [{"name": "pca", "title": "Principal components", "content": page}]
+
+
+def _qc_page(summary: Mapping[str, Any], figures: list[dict[str, Any]]) -> str:
+    cells = words.percent(summary["n_cells_kept"], summary["n_cells"])
+    genes = words.percent(summary["n_genes_kept"], summary["n_genes"])
+    lines = [
+        f"**{summary['n_cells_kept']:,} of {summary['n_cells']:,} cells** ({cells}) and "
+        f"**{summary['n_genes_kept']:,} of {summary['n_genes']:,} genes** ({genes}) kept; "
+        f"{summary['n_hvg']:,} genes highly variable.",
+        *_figures(figures),
+        *(f"\n> {escape(note)}" for note in summary.get("notes", [])),
+    ]
+    return "\n".join(lines)
+
+
+def _genes_page(variable: dict[str, Any]) -> str:
+    named = ", ".join(escape(name) for name in variable["names"][:_GENES_NAMED])
+    return "\n".join(
+        [*_figures([{"title": "", **variable}]), "", f"The most variable ones: {named}."]
+    )
 
 
 def run_page(run: Mapping[str, Any], record: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def pca_view(
     maps = _maps(obs, kept, pca, batch_key)
     columns = {m["colouring"].column for m in maps if m["colouring"] is not None}
     return {
-        "maps": maps,
+        "maps": [m | {"colouring": _legend(m["colouring"])} for m in maps],
         "has_types": any(_TYPES.search(column) for column in columns),
         "has_batches": any(c == batch_key or _BATCHES.search(c) for c in columns),
         "scree": {
@@ -60,6 +61,12 @@ def pca_view(
         },
         "loadings": _loadings(hvg_names, pca),
     }
+
+
+def _legend(colouring: pca_figures.Colouring | None) -> dict[str, Any] | None:
+    if colouring is None:
+        return None
+    return {"categories": [asdict(category) for category in colouring.categories]}
 
 
 def _maps(

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from scgpu_tasks.records import words
-
-if TYPE_CHECKING:
-    from scgpu_tasks.stages.pca import PCAResult
-    from scgpu_tasks.stages.qc import QCResult
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What the stages of a run found; the parts it did not reach are None."""
-
-    obs: pd.DataFrame
-    """The store's columns, all cells."""
-    qc: QCResult
-    pca: PCAResult | None = None
-
 
 _ADVICE = {
     "StoreError": "Check that --store and --source name an existing store that you may read.",
@@ -56,44 +39,26 @@ _TITLES = {
 }
 
 
-def render(run: Mapping[str, Any], found: Findings | None = None) -> str:
+def render(run: Mapping[str, Any], view: Mapping[str, Any] | None = None) -> str:
     """Return the report of a run as one HTML page that needs nothing else.
 
     Parameters
     ----------
     run
         Content of run.json.
-    found
-        What the stages found; without it the report says how far the run came.
+    view
+        What `scgpu_tasks.records.views.report_view` made of what the stages found; without it
+        the report says how far the run came.
     """
-    qc = pca = None
-    if found is not None:
-        # matplotlib loads here, not for the record of a run that has only begun.
-        from scgpu_tasks.records.cells_view import cells_view
-        from scgpu_tasks.records.pca_view import pca_view
-
-        qc = cells_view(found.qc)
-        if found.pca is not None:
-            kept = found.qc.cells["passed_qc"].to_numpy(dtype=bool)
-            chosen = found.qc.genes["highly_variable"].to_numpy(dtype=bool)
-            pca = pca_view(
-                found.obs,
-                kept,
-                found.qc.genes.index[chosen],
-                found.pca,
-                batch_key=run["parameters"].get("batch_key"),
-            )
+    found = view or {"tiles": [], "notes": [], "qc": None, "pca": None, "snippet": ""}
     content = {
+        **found,
         "run": _header(run),
         "title": _TITLES.get(run["state"], run["state"]),
         "error": _error(run),
-        "tiles": _tiles(run, found),
-        "notes": _notes(found),
-        "qc": qc,
-        "pca": pca,
+        "tiles": found["tiles"] + (_store_tiles(run) if view else []),
         "stages": _stages(run),
         "conversion": _conversion(run),
-        "snippet": _snippet(found),
         "details": _details(run),
     }
     return _environment().get_template("report.html.j2").render(_mark_svg(content))
@@ -172,46 +137,14 @@ def state_message(run: Mapping[str, Any]) -> str:
     return f"{where}{after}: {error['message'].rstrip('.')}.{advice}"
 
 
-def _tiles(run: Mapping[str, Any], found: Findings | None) -> list[dict[str, str]]:
-    if found is None:
-        return []
-    summary, cells = found.qc.summary, found.qc.cells
-    kept = cells["passed_qc"].to_numpy(dtype=bool)
+def _store_tiles(run: Mapping[str, Any]) -> list[dict[str, str]]:
     store = run.get("store", {})
-    tiles = [
-        _kept_tile(summary["n_cells_kept"], summary["n_cells"], "cells"),
-        _kept_tile(summary["n_genes_kept"], summary["n_genes"], "genes"),
-        {"value": words.count(summary["n_hvg"]), "label": "highly variable genes"},
-    ]
-    if found.pca is not None:
-        ratio = words.percent(float(found.pca.variance_ratio.sum()))
-        label = f"components, {ratio} of variance"
-        tiles.append({"value": words.count(found.pca.X_pca.shape[1]), "label": label})
-    for column, label in (("n_genes_by_counts", "genes"), ("total_counts", "counts")):
-        middle = float(pd.Series(cells[column].to_numpy()[kept]).median())
-        tiles.append(
-            {"value": words.count(round(middle)), "label": f"{label} in a median cell"}
-        )
-    if store.get("stored_bytes"):
-        label = "counts on disk"
-        if store.get("nnz"):
-            label += f", {words.count(store['nnz'])} non-zeros"
-        tiles.append({"value": words.size(store["stored_bytes"]), "label": label})
-    return tiles
-
-
-def _kept_tile(kept: int, total: int, what: str) -> dict[str, str]:
-    label = f"{what} kept of {words.count(total)} ({words.percent(kept, total)})"
-    return {"value": words.count(kept), "label": label}
-
-
-def _notes(found: Findings | None) -> list[str]:
-    if found is None:
+    if not store.get("stored_bytes"):
         return []
-    notes = list(found.qc.summary.get("notes", []))
-    if found.pca is not None:
-        notes += found.pca.summary.get("notes", [])
-    return [str(note) for note in notes]
+    label = "counts on disk"
+    if store.get("nnz"):
+        label += f", {words.count(store['nnz'])} non-zeros"
+    return [{"value": words.size(store["stored_bytes"]), "label": label}]
 
 
 def _stages(run: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -240,17 +173,6 @@ def _conversion(run: Mapping[str, Any]) -> str | None:
     if made.get("verified"):
         return "The converted store was read back and compared with its source: no difference."
     return "The converted store was NOT compared with its source."
-
-
-def _snippet(found: Findings | None) -> str:
-    lines = ["import anndata, scanpy", 'adata = anndata.read_zarr("results.zarr")']
-    if found is not None and found.pca is not None:
-        lines += [
-            'scanpy.pp.neighbors(adata, use_rep="X_pca")',
-            "scanpy.tl.umap(adata)",
-            'scanpy.pl.umap(adata, color="total_counts")',
-        ]
-    return "\n".join(lines)
 
 
 def _details(run: Mapping[str, Any]) -> list[dict[str, Any]]:

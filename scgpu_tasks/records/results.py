@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import zarr.errors
 from numpy.typing import NDArray
 from zarr.codecs import ZstdCodec
 
+from scgpu_tasks.records.files import in_one_step
 from scgpu_tasks.stages.tables import name_apart
 
 if TYPE_CHECKING:
@@ -84,15 +84,8 @@ def write_results(
     The path.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with in_one_step(path) as partial:
         _write_store(partial, obs, var, qc, pca, hvg_flavor=hvg_flavor, zero_center=zero_center)
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return path
 
 

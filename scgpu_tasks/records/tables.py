@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from scgpu_tasks.records.files import in_one_step
 
 ROWS_PER_GROUP = 500_000
 
@@ -30,7 +29,7 @@ def write_table(path: str | Path, table: pd.DataFrame) -> Path:
     The path. `pandas.read_parquet` returns the same table with the same index.
     """
     path = Path(path)
-    with _in_one_step(path) as partial:
+    with in_one_step(path) as partial:
         # The schema comes from the whole table's dtypes: row groups cannot disagree.
         head = pa.Table.from_pandas(_text_index(table.iloc[:0]), preserve_index=True)
         floats = [f.name for f in head.schema if pa.types.is_floating(f.type)]
@@ -46,40 +45,6 @@ def write_table(path: str | Path, table: pd.DataFrame) -> Path:
                 rows = _text_index(table.iloc[start : start + ROWS_PER_GROUP])
                 writer.write_table(_arrow(rows, head.schema))
     return path
-
-
-def copy_table(made: Path, path: Path) -> bool:
-    """Copy a table that is written already; no link, so that damage to one spares the other.
-
-    Parameters
-    ----------
-    made
-        The file.
-    path
-        The copy; replaced if there.
-
-    Returns
-    -------
-    Whether the file was there to be copied.
-    """
-    try:
-        with _in_one_step(path) as partial:
-            shutil.copyfile(made, partial)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _in_one_step(path: Path) -> Iterator[Path]:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    try:
-        yield partial
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _arrow(rows: pd.DataFrame, schema: pa.Schema) -> pa.Table:

@@ -12,13 +12,15 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from scgpu_tasks.job.saved import save_qc
-from scgpu_tasks.records import report, results, tables, write_record
+from scgpu_tasks.records import report, results, tables, write_made
+from scgpu_tasks.records.made import Computed
 from scgpu_tasks.stages.pca import PCAResult
 from scgpu_tasks.stages.qc import QCResult
 
@@ -29,7 +31,7 @@ def peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def made_up(n: int) -> tuple[report.Findings, pd.DataFrame]:
+def made_up(n: int) -> Computed:
     rng = np.random.default_rng(0)
     cell_names = pd.Index(np.char.add("cell-", np.arange(n).astype("U8"))).astype("str")
     kinds = {"batch": 100, "cell_type": 12}
@@ -88,14 +90,14 @@ def made_up(n: int) -> tuple[report.Findings, pd.DataFrame]:
         variance_ratio=variance / 5_000,
         mean=np.zeros(N_HVG),
     )
-    return report.Findings(obs, QCResult(cells, genes, summary), pca), var
+    return Computed(obs, var, QCResult(cells, genes, summary), pca)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", type=float, default=1e6, help="number of cells")
     n = int(parser.parse_args().cells)
-    found, var = made_up(n)
+    found = made_up(n)
     run = {"flow": "f", "name": "n", "state": "completed", "parameters": {}, "stages": {}}
     print(f"{n:,} cells; values made, peak {peak_gb():.1f} GB")
     with tempfile.TemporaryDirectory() as name:
@@ -105,14 +107,12 @@ def main() -> None:
         save_qc(found.qc, made)
         parts: dict[str, Callable[[Path], object]] = {
             # What a run does: tables are there already, the rest is written and drawn at once.
-            "all": lambda path: write_record(
-                path, run, obs=found.obs, var=var, qc=found.qc, pca=found.pca, tables=made
-            ),
+            "all": lambda path: write_made(path, run, replace(found, tables=made)),
             "cells.parquet": lambda path: tables.write_table(path, found.qc.cells),
             "results.zarr": lambda path: results.write_results(
-                path, found.obs, var, found.qc, found.pca
+                path, found.obs, found.var, found.qc, found.pca
             ),
-            "report.html": lambda path: path.write_text(report.render(run, found)),
+            "report.html": lambda path: path.write_text(report.render(run, found.view(run))),
         }
         for file, write in parts.items():
             start, used = time.perf_counter(), time.process_time()

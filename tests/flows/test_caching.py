@@ -1,13 +1,15 @@
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
 
 from scgpu_tasks.errors import StoreError
-from scgpu_tasks.job import steps
+from scgpu_tasks.job import mainjob, steps
 from scgpu_tasks.job.steps import Plan
 from scgpu_tasks.job.workdir import WorkDir
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
@@ -28,6 +30,20 @@ def store(small_store, tmp_path):
     return shutil.copytree(small_store, tmp_path / "atlas.zarr")
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """What each record with results was written from, by name."""
+    names = []
+    write = mainjob.write_made
+
+    def note(folder, run, made):
+        names.append(type(made).__name__)
+        return write(folder, run, made)
+
+    monkeypatch.setattr(mainjob, "write_made", note)
+    return names
+
+
 def rewrite_a_chunk(store):
     """Rewrite one file of X with the same bytes, size and modification time."""
     chunk = sorted((store / "X" / "data" / "c").rglob("*"))[0]
@@ -36,7 +52,7 @@ def rewrite_a_chunk(store):
     os.utime(chunk, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_a_second_run_reuses_everything_and_has_the_same_results(runs, store):
+def test_a_second_run_reuses_everything_and_has_the_same_results(runs, store, made):
     first = runs.run(store)
     second = runs.run(store)
     assert {n: e["state"] for n, e in first["stages"].items()} == COMPUTED
@@ -44,9 +60,12 @@ def test_a_second_run_reuses_everything_and_has_the_same_results(runs, store):
     assert first["summary"] == second["summary"]
     assert first["stages"]["qc"]["times_stored"] == pytest.approx(1, abs=0.1)
     assert second["stages"]["qc"]["bytes_read"] == 0
-    for name in ("cells.parquet", "genes.parquet"):
-        tables = [pd.read_parquet(f"{run['record']}/{name}") for run in (first, second)]
-        pd.testing.assert_frame_equal(*tables)
+    assert made == ["Computed", "Kept"]
+    kept = ("cells.parquet", "genes.parquet", "results.zarr/zarr.json")
+    for name in kept:
+        files = [Path(run["record"], name).read_bytes() for run in (first, second)]
+        assert files[0] == files[1], name
+    assert ad.read_zarr(f"{second['record']}/results.zarr").obsm["X_pca"].shape[1] == 20
 
 
 def test_other_components_reuse_check_and_qc(runs, store):
@@ -65,7 +84,7 @@ def test_a_chunk_rewritten_in_place_is_noticed(runs, store):
     assert runs.states(store) == COMPUTED
 
 
-def test_damaged_and_deleted_results_are_recomputed(runs, store):
+def test_damaged_and_deleted_results_are_recomputed(runs, store, made):
     first = runs.run(store)
     (qc,) = (runs.out / ".work" / "qc").iterdir()
     cells = qc / "cells.parquet"
@@ -79,12 +98,17 @@ def test_damaged_and_deleted_results_are_recomputed(runs, store):
     assert {n: e["state"] for n, e in again["stages"].items()} == {**CACHED, "pca": "computed"}
     tables = [pd.read_parquet(f"{run['record']}/cells.parquet") for run in (first, again)]
     pd.testing.assert_frame_equal(*tables)
+    (kept,) = (runs.out / ".work" / "record").iterdir()
+    (kept / "shown.json").write_text("{}")
+    assert runs.states(store) == CACHED
+    assert made == ["Computed"] * 4
 
 
-def test_refresh_recomputes_a_stage_and_all_after_it(runs, store):
+def test_refresh_recomputes_a_stage_and_all_after_it(runs, store, made):
     runs.run(store)
     assert runs.states(store, refresh="qc") == {**CACHED, "qc": "computed", "pca": "computed"}
     assert runs.states(store) == CACHED
+    assert made == ["Computed", "Computed", "Kept"]
 
 
 def test_a_source_is_converted_once_and_again_when_it_or_the_store_is_gone(
@@ -159,16 +183,16 @@ def test_a_plan_and_its_keys_survive_json(plan):
 def test_names_that_change_after_the_last_stage_do_not_reach_the_record(
     runs, store, monkeypatch
 ):
-    from scgpu_tasks.job import mainjob
+    from scgpu_tasks.io import lazy
 
-    read = mainjob.read_tables
+    read = lazy.read_tables
 
     def read_what_somebody_else_just_wrote(path):
         tables = read(path)
         rewrite_a_chunk(store)
         return tables
 
-    monkeypatch.setattr(mainjob, "read_tables", read_what_somebody_else_just_wrote)
+    monkeypatch.setattr(lazy, "read_tables", read_what_somebody_else_just_wrote)
     error, record = runs.failure(store)
     assert "changed while it was being read" in str(error)
     assert record["state"] == "failed"

@@ -170,6 +170,22 @@ def test_the_command_line_fails_with_one_paragraph_and_code_1(shell_with_server,
     )
 
 
+@pytest.fixture
+def main_without_server(tmp_path, monkeypatch):
+    """The command line, in an empty folder, where starting a server fails."""
+    main = runpy.run_path(str(FLOW), run_name="__mp_main__")["main"]
+    monkeypatch.chdir(tmp_path)
+
+    def start():
+        msg = "a server was started"
+        raise AssertionError(msg)
+
+    monkeypatch.setattr("scgpu_tasks.job.commandline.prefect_api", start)
+    # As in a new process.
+    monkeypatch.setattr("scgpu_tasks.job.runlog._announced", None)
+    return lambda *options: main(list(options))
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "match"),
     [
@@ -179,43 +195,50 @@ def test_the_command_line_fails_with_one_paragraph_and_code_1(shell_with_server,
         (["--store=new.zarr", "--source={h5ad}"], "DataError", r"cell7.*gene5.*--not-counts"),
         (["--store={store}", "--batch-key=donor"], "ParameterError", r"'donor'.*batch"),
         (["--store={h5ad}", "--source={h5ad}"], "ParameterError", "both --source and --store"),
-        (
-            ["--store={store}", "--target-sum=inf"],
-            "ParameterError",
-            "target_sum must be a fini",
-        ),
-        (
-            ["--store={store}", "--min-counts=nan"],
-            "ParameterError",
-            "min_counts must be a fini",
-        ),
-        (["--store={store}", "--chunks=0"], "ParameterError", "chunks must be 1"),
-        (["--store={store}", "--workers=0"], "ParameterError", "workers"),
         (["--store={store}", "--n-comps=5000"], "ParameterError", "n_comps=5000 must be below"),
+        (
+            ["--store={store}", "--percent-top=50,61"],
+            "ParameterError",
+            "percent_top=61 .* 60 g",
+        ),
     ],
 )
 def test_what_is_known_at_once_is_refused_before_anything_is_started(
-    write, tmp_path, capsys, monkeypatch, options, kind, match
+    main_without_server, write, tmp_path, capsys, options, kind, match
 ):
-    main = runpy.run_path(str(FLOW), run_name="__mp_main__")["main"]
     bad = ad.read_zarr(write(with_value(0.5)))
     bad.write_h5ad(tmp_path / "bad.h5ad")
     store = write(counts())
     given = [o.format(h5ad=tmp_path / "bad.h5ad", store=store) for o in options]
-    monkeypatch.chdir(tmp_path)
-
-    def start():
-        msg = "a server was started"
-        raise AssertionError(msg)
-
-    monkeypatch.setattr("scgpu_tasks.job.commandline.prefect_api", start)
-    assert main(["--n-top-genes=40", "--n-comps=5", *given]) == 1
+    assert main_without_server("--n-top-genes=40", "--n-comps=5", *given) == 1
     err = capsys.readouterr().err
     assert re.search(match, err)
     (path,) = (tmp_path / "runs").glob("*/run.json")
     record = json.loads(path.read_text())
     assert record["error"]["type"] == kind
     assert f"record: {path.parent}/report.html" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--target-sum=inf", "target_sum must be a finite number"),
+        ("--target-sum=1e300", r"target_sum .* 1e-06 to 1e\+12, not 1e\+300"),
+        ("--target-sum=1e-320", r"target_sum .* 1e-06 to 1e\+12"),
+        ("--min-counts=nan", "min_counts must be a finite number"),
+        ("--max-pct-mt=200", "max_pct_mt is a percentage"),
+        ("--chunks=0", "chunks must be 1"),
+        ("--workers=0", "workers must be at least 1"),
+    ],
+)
+def test_a_value_that_is_wrong_for_every_store_leaves_no_record(
+    main_without_server, tmp_path, capsys, option, words
+):
+    assert main_without_server("--store=any.zarr", option) == 1
+    err = capsys.readouterr().err
+    assert re.match(f"error: .*{words}", err)
+    assert "record:" not in err
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_options_that_do_not_parse_end_with_code_2_and_usage(shell):

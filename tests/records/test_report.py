@@ -18,7 +18,8 @@ import pandas as pd
 import pytest
 
 from scgpu_tasks.records import qc_figures, write_record
-from scgpu_tasks.records.report import Findings, render
+from scgpu_tasks.records.report import render
+from scgpu_tasks.records.views import report_view
 from scgpu_tasks.specs import QCSpec
 from tests.records.conftest import Finished, finish
 
@@ -72,9 +73,13 @@ class Page(HTMLParser):
             self.texts.append(data)
 
 
+def view_of(done: Finished) -> dict[str, Any]:
+    return report_view(done.obs, done.qc, done.pca, batch_key="batch")
+
+
 @pytest.fixture(scope="module")
 def html(finished: Finished) -> str:
-    return render(RUN, Findings(finished.obs, finished.qc, finished.pca))
+    return render(RUN, view_of(finished))
 
 
 RUN: dict[str, Any] = {
@@ -159,13 +164,13 @@ def test_figures_take_their_colours_from_the_page(html: str) -> None:
 
 
 def test_the_same_run_makes_the_same_report(html: str, finished: Finished) -> None:
-    assert render(RUN, Findings(finished.obs, finished.qc, finished.pca)) == html
+    assert render(RUN, view_of(finished)) == html
 
 
 def test_two_reports_at_once_come_out_as_one_by_one(html: str, finished: Finished) -> None:
-    found = Findings(finished.obs, finished.qc, finished.pca)
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda _: render(RUN, found), range(2))) == [html, html]
+        found = pool.map(lambda _: render(RUN, view_of(finished)), range(2))
+        assert list(found) == [html, html]
 
 
 def test_the_users_matplotlib_settings_neither_matter_nor_change(
@@ -174,7 +179,7 @@ def test_the_users_matplotlib_settings_neither_matter_nor_change(
     theirs = {"text.usetex": True, "font.size": 40, "axes.facecolor": "red", "backend": "pdf"}
     with matplotlib.rc_context(theirs):
         before = dict(matplotlib.rcParams)
-        assert render(RUN, Findings(finished.obs, finished.qc, finished.pca)) == html
+        assert render(RUN, view_of(finished)) == html
         assert dict(matplotlib.rcParams) == before
 
 
@@ -273,7 +278,9 @@ def test_the_axis_of_variable_genes_says_what_the_flavour_measured(
     names = {"dispersions_norm": "variances_norm", "dispersions": "variances"}
     genes = finished.qc.genes.rename(columns=names)
     qc = dataclasses.replace(finished.qc, genes=genes)
-    shown = section(render(RUN, Findings(finished.obs, qc, finished.pca)), "genes")
+    shown = section(
+        render(RUN, report_view(finished.obs, qc, finished.pca, batch_key="batch")), "genes"
+    )
     assert "mean counts" in shown
     assert "variance, standardised" in shown
 
@@ -281,7 +288,7 @@ def test_the_axis_of_variable_genes_says_what_the_flavour_measured(
 def test_mad_limits_are_shown_as_the_counts_they_mean(atlas: ad.AnnData) -> None:
     done = finish(atlas, QCSpec(mad=True, min_cells=3))
     limits = done.qc.summary["thresholds"]["mad"]["log1p_total_counts"]
-    report = render(RUN, Findings(done.obs, done.qc, done.pca))
+    report = render(RUN, view_of(done))
     low, high = f"{np.expm1(limits[0]):.3g}", f"{np.expm1(limits[1]):,.0f}"
     assert f"Counts far from the median {low} to {high}" in text_of(section(report, "filters"))
     shown = re.escape(f"Threshold: {low}") + r"( \(outside the plot\))? to " + re.escape(high)
@@ -302,7 +309,7 @@ def test_unusual_runs_have_a_report_too(atlas: ad.AnnData, case: str) -> None:
     else:
         spec = QCSpec(min_genes=None, max_pct_mt=None, min_cells=None)
     done = finish(atlas, spec, **options)
-    report = render(RUN, Findings(done.obs, done.qc, done.pca))
+    report = render(RUN, view_of(done))
     Page(report)
     assert "Variance explained" in report
     if case == "no mt genes":
@@ -328,7 +335,7 @@ def test_thresholds_outside_the_data_are_said_to_be_and_leave_the_axis_alone(
         finished.qc,
         summary=finished.qc.summary | {"thresholds": {"min_genes": near, "max_genes": far}},
     )
-    text = text_of(section(render(RUN, Findings(finished.obs, qc)), "cells"))
+    text = text_of(section(render(RUN, report_view(finished.obs, qc)), "cells"))
     assert f"Threshold: {near:,} to {far:,} (outside the plot)." in text
 
 
@@ -337,7 +344,7 @@ def test_thresholds_of_genes_are_whole_numbers_also_from_deviations(finished: Fi
     qc = dataclasses.replace(
         finished.qc, summary=finished.qc.summary | {"thresholds": {"mad": mad}}
     )
-    text = text_of(section(render(RUN, Findings(finished.obs, qc)), "cells"))
+    text = text_of(section(render(RUN, report_view(finished.obs, qc)), "cells"))
     assert re.search(r"Threshold: 71( \(outside the plot\))? to 310", text)
 
 
@@ -350,7 +357,7 @@ def test_the_report_says_whether_a_conversion_was_verified(verified: bool, words
 
 
 def test_kept_cells_do_not_stand_in_the_column_of_removed_ones(finished: Finished) -> None:
-    report = section(render(RUN, Findings(finished.obs, finished.qc)), "filters")
+    report = section(render(RUN, report_view(finished.obs, finished.qc)), "filters")
     summary = finished.qc.summary
     kept, total = summary["n_cells_kept"], summary["n_cells"]
     assert f"Kept by all filters: {kept:,} of {total:,} (" in text_of(report)

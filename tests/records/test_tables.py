@@ -7,7 +7,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from scgpu_tasks.records import tables
+from scgpu_tasks.records import files, tables
 
 
 def test_every_cell_and_gene_comes_back_with_its_name(tmp_path: Path, finished) -> None:
@@ -58,9 +58,9 @@ def test_a_table_that_is_written_already_is_copied(tmp_path: Path) -> None:
     (tmp_path / "record").mkdir()
     given = tmp_path / "record" / "cells.parquet"
     given.write_bytes(b"old")
-    assert tables.copy_table(made, given)
+    assert files.copy(made, given)
     assert not given.samefile(made)
     made.unlink()
     assert list(pd.read_parquet(given).index) == ["a", "b"]
-    assert not tables.copy_table(made, given)
+    assert not files.copy(made, given)
     assert [path.name for path in given.parent.iterdir()] == ["cells.parquet"]
