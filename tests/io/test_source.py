@@ -121,7 +121,7 @@ def test_chunks_of_an_h5ad_decode_as_hdf5_decodes_them(
     tmp_path: Path, dtype: str, options: dict[str, object]
 ) -> None:
     path = tmp_path / "a.h5"
-    with h5py.File(path, "w", userblock_size=512) as file:
+    with h5py.File(path, "w") as file:
         file.create_dataset("a", data=VALUES.astype(dtype), **options)
     with h5py.File(path) as file:
         node = file["a"]
@@ -145,6 +145,9 @@ def test_what_only_hdf5_can_decode_is_left_to_it(tmp_path: Path) -> None:
         for node in file.values():
             assert H5Chunks.of(node, path) is None
             assert H5Contiguous.of(node, path) is None
+    with h5py.File(path, "w", userblock_size=512) as file:
+        node = file.create_dataset("a", data=VALUES, chunks=(10, 10))
+        assert H5Chunks.of(node, path) is None
 
 
 def test_chunks_that_were_never_written_hold_the_fill_value(tmp_path: Path) -> None:
