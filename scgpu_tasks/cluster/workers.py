@@ -14,16 +14,18 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed import WorkerPlugin
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_info
 
 from scgpu_tasks import __version__
 from scgpu_tasks.cluster.plan import MAX_GPU_SHARE
 from scgpu_tasks.errors import MissingPackageError
+from scgpu_tasks.kernels.blas import one_thread
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -69,7 +71,7 @@ class WorkerSettings(WorkerPlugin):
         with _lock:
             limits, _blas = _blas, None
         if limits is not None:
-            limits.restore_original_limits()
+            limits.close()
 
 
 def _apply() -> None:
@@ -77,7 +79,8 @@ def _apply() -> None:
     with _lock:
         if _blas is None:
             # Tasks bring their own threads; and a product's bytes depend on BLAS's.
-            _blas = threadpool_limits(1, user_api="blas")
+            _blas = ExitStack()
+            _blas.enter_context(one_thread())
     if has_gpu():
         switch_reads_on()
         _limit_gpu_memory()

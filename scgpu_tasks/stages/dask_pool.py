@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from scgpu_tasks.errors import ClusterError, ScgpuError
+from scgpu_tasks.kernels.blas import one_thread
 from scgpu_tasks.stages import parcels
 from scgpu_tasks.stages.host_memory import current_worker
 from scgpu_tasks.stages.short_memory import trim
@@ -344,7 +344,7 @@ def call(function: Callable[..., Any], sent: Any) -> tuple[bool, Any]:
 def _settled(gpu: bool) -> AbstractContextManager[Any]:
     """Make this process fit for a task."""
     if not gpu:
-        return threadpool_limits(1)
+        return one_thread()
     # Threads that feed a GPU give the GIL back all the time, and want it back soon.
     sys.setswitchinterval(_SWITCH_SECONDS)
     return nullcontext()

@@ -19,8 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from threadpoolctl import threadpool_limits
-
+from scgpu_tasks.kernels.blas import one_thread
 from scgpu_tasks.stages import resident
 from scgpu_tasks.stages.dask_pool import Cluster
 from scgpu_tasks.stages.parcels import FileArray, RowTarget
@@ -85,6 +84,7 @@ class Engine:
         self._pool: Pool
 
     def __enter__(self) -> Engine:
+        self._stack.enter_context(one_thread())
         client = None if isinstance(self.source, MemoryBlocks) else current_client(self._stack)
         if client is not None and self.workers is None:
             self._pool = Cluster(client)
@@ -92,8 +92,6 @@ class Engine:
         else:
             threads = _GPU_THREADS if on_gpu(self.source) else len(os.sched_getaffinity(0))
             self._pool = Threads(self.workers or threads)
-            # A product's bytes depend on how many threads BLAS cuts it for.
-            self._stack.enter_context(threadpool_limits(1))
             self._stack.callback(self._pool.close)
         matrix = resident.identity(self.source) if on_gpu(self.source) else None
         if matrix is None:

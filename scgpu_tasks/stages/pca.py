@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import scipy.linalg
-from threadpoolctl import threadpool_limits
 
 from scgpu_tasks.errors import DataError, FormatError, OutputError, ParameterError
 from scgpu_tasks.kernels import gram as gram_kernel
+from scgpu_tasks.kernels.blas import one_thread
 from scgpu_tasks.kernels.transform import Transform
 from scgpu_tasks.specs import PCASpec
 from scgpu_tasks.stages import held
@@ -333,8 +333,7 @@ def largest_eigenpairs(matrix: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarr
     Works in the matrix's memory.
     """
     k = len(matrix)
-    # The bytes of the result must not depend on the number of BLAS threads.
-    with threadpool_limits(1):
+    with one_thread():
         values, vectors = scipy.linalg.eigh(
             matrix, subset_by_index=[k - n, k - 1], overwrite_a=True, check_finite=False
         )
