@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from scgpu_tasks.stages.pca import PCAResult
     from scgpu_tasks.stages.qc import QCResult
 
-__all__ = ["Run", "read_run", "write_made", "write_record", "write_run"]
+__all__ = ["Run", "read_run", "write_record", "write_run"]
 
 
 def write_record(
