@@ -48,11 +48,13 @@ GPU = scgpu_tasks/kernels/_gpu/*,scgpu_tasks/cluster/gpus.py,scgpu_tasks/io/deco
 
 coverage:
 	@.ci/venv test
-	@COVERAGE_CORE=sysmon .venv/bin/python -m pytest -q -n 2 --dist loadfile --cov --cov-report= $(ARGS)
-	@echo "Lines that any machine runs:"
-	@.venv/bin/coverage report --omit='$(GPU)'
-	@echo "Lines that only a GPU runs (pytest -m gpu):"
-	@.venv/bin/coverage report --include='$(GPU)'
+	@COVERAGE_CORE=sysmon .venv/bin/python -m pytest -q -n 2 --dist loadfile --cov --cov-report= $(ARGS); \
+	tests=$$?; \
+	echo "Lines that any machine runs:"; \
+	.venv/bin/coverage report --omit='$(GPU)'; \
+	echo "Lines that only a GPU runs (pytest -m gpu):"; \
+	.venv/bin/coverage report --include='$(GPU)'; \
+	exit $$tests
 
 clean:
 	rm -rf .venv .venv-lowest demo build dist docs/_build docs/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -107,7 +107,7 @@ def test_threads_take_turns_more_often_only_while_gpu_reads_are_on() -> None:
 
 @pytest.mark.usefixtures("_as_if_complete")
 def test_workers_and_those_that_join_later_are_switched_on_and_off() -> None:
-    cluster = LocalCluster(n_workers=1, processes=False, dashboard_address=None)
+    cluster = LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0")
     with cluster, Client(cluster) as client:
         with enable(client, strict=True):
             assert set(client.run(is_enabled).values()) == {True}
@@ -123,7 +123,7 @@ def test_workers_and_those_that_join_later_are_switched_on_and_off() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_worker_without_a_gpu_reports_it_and_no_plugin_stays_behind() -> None:
     with (
-        LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
         with pytest.raises(MissingPackageError, match="pip install"):
