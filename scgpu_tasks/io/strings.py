@@ -95,6 +95,35 @@ def read_strings(array: zarr.Array[Any]) -> list[pa.LargeStringArray] | None:
             return None
 
 
+def file_reader(array: zarr.Array[Any]) -> tuple[int, Callable[[int], list[bytes]]] | None:
+    """Find out how to read the bytes of an array of strings file by file.
+
+    Parameters
+    ----------
+    array
+        As of `read_strings`.
+
+    Returns
+    -------
+    Strings in a file, and a function that returns the decoded ``vlen-utf8`` chunks of the file
+    of a number; it raises ValueError, RuntimeError or OSError where bytes are not as they
+    should be. None for other kinds of arrays.
+    """
+    inner = _inner_chunks(array.metadata)
+    if inner is None:
+        return None
+    compressed, per_chunk = inner
+    empty = per_chunk.to_bytes(4, "little") + bytes(4 * per_chunk)
+
+    def read(number: int) -> list[bytes]:
+        found = _file(array, number)
+        return [
+            empty if raw is None else Zstd().decode(raw) if compressed else raw for raw in found
+        ]
+
+    return _per_file(array.metadata), read
+
+
 def _inner_chunks(metadata: Any) -> tuple[bool, int] | None:
     """Whether chunks are zstd frames, and their length; None for codecs of other kinds."""
     if not isinstance(metadata, ArrayV3Metadata) or metadata.fill_value != "":

@@ -54,6 +54,11 @@ class Chunks(ABC):
     def chunk(self, at: tuple[int, ...]) -> np.ndarray:
         """Return one chunk, of full size also at the edge of the array."""
 
+    def chunk_into(self, at: tuple[int, ...], out: np.ndarray) -> bool:
+        """Decode one chunk to where it is wanted; False where nothing can."""
+        del at, out
+        return False
+
     def stream(self, at: tuple[int, ...]) -> Iterator[Bytes] | None:
         """Return the decoded bytes of one chunk a piece at a time; None where nothing can."""
         del at
@@ -68,8 +73,11 @@ class Chunks(ABC):
             A chunk does not decode.
         """
         for at in self.touched(start, stop):
-            values = self.chunk(at)
             low = at[0] * self.chunks[0]
+            whole = len(at) == 1 and start <= low and low + self.chunks[0] <= stop
+            if whole and self.chunk_into(at, out[low - start : low - start + self.chunks[0]]):
+                continue
+            values = self.chunk(at)
             a, b = max(start, low), min(stop, low + self.chunks[0])
             where, part = [slice(a - start, b - start)], [slice(a - low, b - low)]
             for i, n, c in zip(at[1:], self.shape[1:], self.chunks[1:], strict=True):
@@ -84,7 +92,7 @@ class Chunks(ABC):
         rows = range(start // self.chunks[0], -(-stop // self.chunks[0]))
         return product(rows, *grid)
 
-    def as_chunk(self, data: Bytes, name: str) -> np.ndarray:
+    def as_chunk(self, data: Bytes, at: tuple[int, ...]) -> np.ndarray:
         """Give decoded bytes the chunk's shape.
 
         Raises
@@ -94,8 +102,12 @@ class Chunks(ABC):
         """
         if len(data) != self.chunk_bytes:
             found = f"a chunk decodes to {len(data)} bytes instead of {self.chunk_bytes}"
-            raise self.corrupt(found, name)
+            raise self.corrupt(found, self.name_of(at))
         return np.frombuffer(data, self.stored).reshape(self.chunks)
+
+    def name_of(self, at: tuple[int, ...]) -> str:
+        """Return what to call a chunk in errors."""
+        return ".".join(map(str, at))
 
     def pread_blocks(self, path: Path, offset: int, size: int) -> Iterator[bytes]:
         """Yield a part of a file a block at a time; ends early where the file does."""
@@ -134,20 +146,25 @@ def inflate_gzip(data: Bytes, size: int) -> Bytes:
 
 def decode_blosc(data: Bytes, size: int) -> Bytes:
     """Decode a blosc buffer."""
+    out = np.empty(size, np.uint8)
+    decode_blosc_into(data, out)
+    return out.data
+
+
+def decode_blosc_into(data: Bytes, out: np.ndarray) -> None:
+    """Decode a blosc buffer to where it is wanted."""
     # blosc believes its header, and would read past the end of a buffer that was cut short.
     if len(data) < 16:
         msg = f"blosc: {len(data)} bytes are less than a header"
         raise ValueError(msg)
-    decoded, stored = (int.from_bytes(bytes(data[i : i + 4]), "little") for i in (4, 12))
-    if (decoded, stored) != (size, len(data)):
+    decoded, stored = (int.from_bytes(data[i : i + 4], "little") for i in (4, 12))
+    if (decoded, stored) != (out.nbytes, len(data)):
         msg = (
             f"blosc: {len(data)} bytes that claim to be {stored} and to decode to {decoded} "
-            f"instead of {size}"
+            f"instead of {out.nbytes}"
         )
         raise ValueError(msg)
-    out = np.empty(size, np.uint8)
     blosc.decompress(data, out)
-    return out.data
 
 
 def decode_zstd(data: Bytes, size: int) -> Bytes:

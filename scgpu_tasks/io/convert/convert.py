@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import scgpu_tasks
 from scgpu_tasks.errors import ScgpuError, StoreError
 from scgpu_tasks.io.convert import elements
 from scgpu_tasks.io.convert.audit import file_sums, list_files, require_untouched
-from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c
+from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c, write_error
 from scgpu_tasks.io.convert.manifest import read_manifest, write_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
@@ -24,7 +25,7 @@ from scgpu_tasks.io.convert.remote import RemoteFolder
 from scgpu_tasks.io.convert.runner import Runner
 from scgpu_tasks.io.convert.space import check_space, scratch_notes
 from scgpu_tasks.io.convert.work import WorkFolder, remove
-from scgpu_tasks.io.convert.worker import Task, Worker, write_error
+from scgpu_tasks.io.convert.worker import Task, Worker
 from scgpu_tasks.io.source import (
     Source,
     absolute,
@@ -115,8 +116,8 @@ def convert_zarr(
     verify
         Read every array back and compare it with the source.
     workers
-        Number of threads. Default: the current Dask client's workers, if there is one, else a
-        thread for each processor.
+        Number of threads; fewer work where so many would take more than half a GB. Default:
+        the current Dask client's workers, if there is one, else a thread for each processor.
     staging
         Local folder for a store that goes to a URL; None: the system's temporary folder.
     progress
@@ -284,7 +285,7 @@ class _Conversion:
         return found
 
     def _write_small(self) -> None:
-        """Write groups, array metadata, strings and single elements; shards stay."""
+        """Write groups, array metadata and single elements; shards stay."""
         work, plan = self.work, self.values.plan
         if any("small" in line for line in work.journal()):
             return
@@ -293,9 +294,7 @@ class _Conversion:
         for item in plan.arrays:
             elements.create_array(root, item, self.spec.level)
         for path, at, attrs in plan.strings:
-            elements.copy_strings(self.source, at, root, path, attrs, self.spec.level)
-            if self.verify:
-                elements.check_strings(self.source, at, root, path)
+            elements.create_strings(self.source, at, root, path, attrs, self.spec.level)
         for path, at in plan.elements:
             elements.copy_element(self.source, at, root, path)
             if self.verify:
@@ -305,6 +304,17 @@ class _Conversion:
             elements.copy_legacy(self.source, root, scratch, verify=self.verify)
         work.note({"small": True})
 
+    def _write_strings(self) -> None:
+        work, plan = self.work, self.values.plan
+        if any("strings" in line for line in work.journal()):
+            return
+        root = zarr.open_group(str(work.store), mode="a", zarr_format=3)
+        for path, at, _ in plan.strings:
+            elements.copy_strings(self.source, at, root, path, self.spec.level)
+            if self.verify:
+                elements.check_strings(self.source, at, root, path)
+        work.note({"strings": True})
+
     def _write_arrays(
         self,
         runner: Runner,
@@ -312,13 +322,20 @@ class _Conversion:
         finished: dict[str, dict[str, Any]],
         progress: Callable[[Progress], None] | None,
     ) -> dict[str, dict[str, Any]]:
+        """Write what is missing of the arrays, and all strings."""
         missing = [job for job in jobs if job.key not in finished]
         meter = Meter(jobs, progress, [job for job in jobs if job.key in finished])
         lines = {}
-        for job, line in runner.map("write", missing, "prepared"):
-            self.work.note(line)
-            lines[job.key] = line
-            meter.add(job)
+        # The interpreter handles strings one by one, which is not to keep the others waiting.
+        with ThreadPoolExecutor(1, thread_name_prefix="convert") as pool:
+            strings = pool.submit(self._write_strings)
+            for job, line in runner.map("write", missing, "prepared"):
+                self.work.note(line)
+                lines[job.key] = line
+                meter.add(job)
+                if strings.done():
+                    strings.result()
+            strings.result()
         return lines
 
     def _finish(self, lines: dict[str, dict[str, Any]]) -> None:

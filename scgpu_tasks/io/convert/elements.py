@@ -19,6 +19,7 @@ from zarr.core.dtype import VariableLengthUTF8
 from scgpu_tasks.errors import CorruptChunkError, FormatError
 from scgpu_tasks.io.convert.compare import difference
 from scgpu_tasks.io.convert.plan import ArrayItem, Plan
+from scgpu_tasks.io.convert.texts import Texts, write_strings
 from scgpu_tasks.io.source import Source, plain_attrs, reading
 
 _STRINGS_PER_CHUNK = 100_000
@@ -60,35 +61,45 @@ def create_array(root: zarr.Group, item: ArrayItem, level: int) -> None:
     )
 
 
-def copy_strings(
+def create_strings(
     source: Source, at: str, root: zarr.Group, path: str, attrs: dict[str, Any], level: int
 ) -> None:
-    """Copy an array of strings in slices."""
+    """Write the metadata of an array of strings, and what it holds if it has several axes."""
     node = source.node(at)
     dtype: Any = VariableLengthUTF8()
-    rows = max(1, min(_STRINGS_PER_CHUNK, node.shape[0]))
-    rest = tuple(max(1, n) for n in node.shape[1:])
+    chunks = tuple(max(1, n) for n in node.shape)
     with quiet():
         array = root.create_array(
             path,
             shape=node.shape,
             dtype=dtype,
-            chunks=(rows, *rest),
+            chunks=(min(_STRINGS_PER_CHUNK, chunks[0]), *chunks[1:]),
             compressors=ZstdCodec(level=level, checksum=True),
             attributes=attrs,
             overwrite=True,
         )
-        for start in range(0, node.shape[0], rows):
+        if node.ndim == 1:
+            return
+        for start in range(0, node.shape[0], array.chunks[0]):
             with reading(source.path, at):
-                values = read_strings(node, start, start + rows)
-            array[start : start + rows] = values
+                values = Texts(node)(start, start + array.chunks[0])
+            array[start : start + array.chunks[0]] = values
 
 
-def read_strings(node: h5py.Dataset | zarr.Array[Any], start: int, stop: int) -> np.ndarray:
-    """Rows start:stop as Python strings."""
-    if isinstance(node, h5py.Dataset):
-        return np.asarray(node.asstr()[start:stop], dtype=object)
-    return np.asarray(node[start:stop], dtype=object)
+def copy_strings(source: Source, at: str, root: zarr.Group, path: str, level: int) -> None:
+    """Copy an array of strings with one axis, which `create_strings` made, in slices.
+
+    Threads other than the main one may do so: it leaves the filters of warnings alone.
+    """
+    node: Any = source.node(at)
+    array: Any = root[path]
+    if node.ndim > 1:
+        return
+    read, rows = Texts(node), array.chunks[0]
+    for start in range(0, node.shape[0], rows):
+        with reading(source.path, at):
+            values = read(start, start + rows)
+        write_strings(array, start // rows, values, level)
 
 
 def check_strings(source: Source, at: str, root: zarr.Group, path: str) -> None:
@@ -100,11 +111,12 @@ def check_strings(source: Source, at: str, root: zarr.Group, path: str) -> None:
         They differ; names the first place and both values.
     """
     node, array = source.node(at), root[path]
+    read, back = Texts(node), Texts(array)
     rows = _STRINGS_PER_CHUNK
     for start in range(0, node.shape[0], rows):
         with reading(source.path, at):
-            want = read_strings(node, start, start + rows)
-        found = read_strings(array, start, start + rows)
+            want = read(start, start + rows)
+        found = back(start, start + rows)
         if want.shape == found.shape and (want == found).all():
             continue
         place = tuple(int(i) for i in np.argwhere(want != found)[0])

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import numpy as np
 import zstandard
 
+from scgpu_tasks.errors import OutputError
 from scgpu_tasks.io.convert.layout import Layout
 
-PIECE_BYTES = 1024 * 1024
+PIECE_BYTES = 2 * 1024 * 1024
 _ABSENT = np.uint64(2**64 - 1)
 _local = threading.local()
 _libc = ctypes.CDLL(None)
@@ -39,10 +44,41 @@ def compress(values: bytes | memoryview | np.ndarray, level: int) -> bytes:
     The checksum costs next to nothing, and lets every reader notice a flipped bit that would
     otherwise decode to other values.
     """
+    frame: bytes = _compressor(level).compress(memoryview(values))
+    return frame
+
+
+def compress_chunks(values: np.ndarray, nbytes: int, level: int) -> tuple[bytes, list[int]]:
+    """Compress bytes chunk by chunk, into the frames that `compress` gives.
+
+    All of it happens in one call without the interpreter's lock: taken for each chunk, the lock
+    keeps many threads waiting for each other.
+
+    Parameters
+    ----------
+    values
+        Bytes, contiguous.
+    nbytes
+        Of each chunk; the length of `values` is a multiple of it.
+
+    Returns
+    -------
+    The frames one after another, and the size of each.
+    """
+    parts = np.empty((len(values) // nbytes, 2), np.uint64)
+    parts[:, 0], parts[:, 1] = np.arange(len(parts)) * nbytes, nbytes
+    chunks = zstandard.BufferWithSegments(memoryview(values), parts.tobytes())
+    frames = _compressor(level).multi_compress_to_buffer(chunks, threads=1)
+    found: list[Any] = [frames[i] for i in range(len(frames))]
+    return b"".join(found), [len(frame) for frame in found]
+
+
+def _compressor(level: int) -> zstandard.ZstdCompressor:
     codecs = _local.__dict__.setdefault("codecs", {})
     if level not in codecs:
         codecs[level] = zstandard.ZstdCompressor(level=level, write_checksum=True)
-    return codecs[level].compress(values)
+    found: zstandard.ZstdCompressor = codecs[level]
+    return found
 
 
 def encoder_version() -> str:
@@ -51,17 +87,15 @@ def encoder_version() -> str:
 
 
 def pieces(layout: Layout, start: int, stop: int) -> list[tuple[int, int]]:
-    """Row ranges of about a MiB, cut at chunk borders, that together are start:stop."""
+    """Row ranges of about `PIECE_BYTES`, cut at chunk borders, that together are start:stop."""
     row_bytes = max(1, prod(layout.shape[1:]) * layout.itemsize)
     chunk_rows = layout.chunk[0]
     step = max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows
     return [(a, min(a + step, stop)) for a in range(start, stop, step)]
 
 
-def write_file(
-    target: Path, scratch: Path, layout: Layout, coords: tuple[int, ...], level: int, rows: Rows
-) -> Written:
-    """Encode one file of an array and put it in place by a rename.
+class FileWriter:
+    """One file of an array, encoded by one thread or several and put in place by a rename.
 
     Parameters
     ----------
@@ -70,36 +104,83 @@ def write_file(
     scratch
         A name nobody else uses, on the same file system.
     rows
-        Returns the values; called for about a MiB at a time, in order.
+        Returns the values; called for one of `pieces` at a time.
     """
-    box = layout.box(coords)
-    decoded = 0
-    with scratch.open("wb") as file:
-        out = _Writer(file.write)
+
+    def __init__(
+        self,
+        target: Path,
+        scratch: Path,
+        layout: Layout,
+        coords: tuple[int, ...],
+        level: int,
+        rows: Rows,
+    ) -> None:
+        self._target, self._scratch = target, scratch
+        self._layout, self._level, self._rows = layout, level, rows
+        box = layout.box(coords)
+        self.pieces = pieces(layout, box[0].start, box[0].stop)
         grid = [-(-f // c) for f, c in zip(layout.file_shape, layout.chunk, strict=True)]
-        index = np.full((*grid, 2), _ABSENT, dtype="<u8")
-        for start, stop in pieces(layout, box[0].start, box[0].stop):
-            values = rows(start, stop)
-            decoded += values.nbytes
-            frames, place = [], out.size
-            for at in range(0, stop - start, layout.chunk[0]):
-                part = values[at : at + layout.chunk[0]]
-                row = (start + at - box[0].start) // layout.chunk[0]
-                for rest in np.ndindex(*grid[1:]):
-                    frame = compress(_chunk(part, rest, layout), level)
-                    index[(row, *rest)] = (place, len(frame))
-                    frames.append(frame)
-                    place += len(frame)
-            out(b"".join(frames))
-        if layout.shard:
-            table = index.tobytes()
-            out(table)
-            out(google_crc32c.value(table).to_bytes(4, "little"))
-        file.flush()
-        _start_writeback(file.fileno())
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch.replace(target)
-    return Written(out.size, f"{out.crc:08x}", decoded)
+        self._index = np.full((prod(grid), 2), _ABSENT, dtype="<u8")
+        self._lock = threading.Lock()
+        # Encoded pieces that wait for one before them.
+        self._encoded: dict[int, tuple[bytes, list[int], int]] = {}
+        self.written = self._chunks = 0
+        self._size = self._crc = self._decoded = 0
+        self._file = scratch.open("wb")
+
+    def write(self, number: int) -> bool:
+        """Encode one of the pieces; it is written once all before it are.
+
+        Returns
+        -------
+        Whether this was the last piece that was missing.
+        """
+        values = self._rows(*self.pieces[number])
+        nbytes = values.nbytes
+        flat = _chunk_bytes(values, self._layout)
+        del values
+        chunk_bytes = prod(self._layout.chunk) * self._layout.itemsize
+        frames, sizes = compress_chunks(flat, chunk_bytes, self._level)
+        with self._lock:
+            self._encoded[number] = (frames, sizes, nbytes)
+            while self.written in self._encoded:
+                self._append(*self._encoded.pop(self.written))
+                self.written += 1
+            return self.written == len(self.pieces)
+
+    def _append(self, frames: bytes, sizes: list[int], nbytes: int) -> None:
+        ends = self._size + np.cumsum(sizes)
+        part = self._index[self._chunks : self._chunks + len(sizes)]
+        part[:, 0], part[:, 1] = ends - sizes, sizes
+        self._chunks += len(sizes)
+        self._decoded += nbytes
+        self._put(frames)
+
+    def _put(self, data: bytes) -> None:
+        self._file.write(data)
+        self._size += len(data)
+        self._crc = google_crc32c.extend(self._crc, data)
+
+    def finish(self) -> Written:
+        """Write the index, and put the complete file in place."""
+        if self._layout.shard:
+            table = self._index.tobytes()
+            self._put(table)
+            self._put(google_crc32c.value(table).to_bytes(4, "little"))
+        self._file.flush()
+        _start_writeback(self._file.fileno())
+        self._file.close()
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch.replace(self._target)
+        return Written(self._size, f"{self._crc:08x}", self._decoded)
+
+    def abort(self) -> None:
+        """Remove what was written so far."""
+        # Closing flushes, which fails again on a full disk.
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._scratch.unlink(missing_ok=True)
 
 
 def _start_writeback(fd: int) -> None:
@@ -110,28 +191,20 @@ def _start_writeback(fd: int) -> None:
         sync_file_range(fd, zero, zero, _SYNC_FILE_RANGE_WRITE)
 
 
-class _Writer:
-    """Counts and checksums what it hands on."""
-
-    def __init__(self, write: Callable[[bytes], object]) -> None:
-        self._write = write
-        self.size = 0
-        self.crc = 0
-
-    def __call__(self, data: bytes) -> None:
-        self._write(data)
-        self.size += len(data)
-        self.crc = google_crc32c.extend(self.crc, data)
-
-
-def _chunk(part: np.ndarray, rest: tuple[int, ...], layout: Layout) -> np.ndarray:
-    """One chunk, contiguous, filled up with zeros at the edges of the array."""
-    cut = [slice(i * c, (i + 1) * c) for i, c in zip(rest, layout.chunk[1:], strict=True)]
-    values = part[(slice(None), *cut)]
-    if values.shape != layout.chunk:
-        full = np.zeros(layout.chunk, layout.dtype)
-        full[tuple(slice(0, n) for n in values.shape)] = values
-        values = full
+def _chunk_bytes(values: np.ndarray, layout: Layout) -> np.ndarray:
+    """Bytes of the chunks that hold some rows, one after another; zeros beyond the edges."""
+    if layout.chunk[1:] != layout.shape[1:] or len(values) % layout.chunk[0]:
+        counts = [-(-n // c) for n, c in zip(values.shape, layout.chunk, strict=True)]
+        full = np.zeros(
+            [n * c for n, c in zip(counts, layout.chunk, strict=True)], values.dtype
+        )
+        full[tuple(map(slice, values.shape))] = values
+        # Axes by turns: place in the grid, place in the chunk.
+        turned = full.reshape(
+            [n for pair in zip(counts, layout.chunk, strict=True) for n in pair]
+        )
+        axes = range(2 * len(counts))
+        values = turned.transpose(*axes[::2], *axes[1::2])
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
@@ -143,3 +216,20 @@ def file_crc32c(path: Path) -> tuple[int, str]:
             crc = google_crc32c.extend(crc, block)
             size += len(block)
     return size, f"{crc:08x}"
+
+
+def write_error(error: OSError, path: str | os.PathLike[str]) -> OutputError:
+    """Say why something could not be written, and what to do.
+
+    For errors of the system only: one of ours says so itself, and is not to be its own cause.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why = "the disk is full; free some space"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        why = "permission denied; give yourself the right to write there"
+    elif error.errno == errno.EROFS:
+        why = "the file system is read-only; make it writable"
+    else:
+        why = f"{error.strerror or error}; remove the cause"
+    msg = f"cannot write {path}: {why}, and run the same command again: it goes on from here"
+    return OutputError(msg)

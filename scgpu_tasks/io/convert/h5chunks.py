@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from scgpu_tasks.io.convert import chunks as decode
-from scgpu_tasks.io.convert.chunks import Bytes, Chunks, Decoder
+from scgpu_tasks.io.convert.chunks import BLOCK, Bytes, Chunks, Decoder
 from scgpu_tasks.io.source import reading
 
 _DEFLATE, _SHUFFLE, _BLOSC, _ZSTD = 1, 2, 32001, 32015
@@ -61,14 +61,16 @@ class H5Chunks(Chunks):
     def chunk(self, at: tuple[int, ...]) -> np.ndarray:
         """Return one chunk."""
         offset, size, mask = map(int, self._table[at])
+        with reading(self.store, f"chunk {self.name_of(at)} of {self.array}"):
+            data = os.pread(self._fd, size, offset)
+        return self._decoded(data, at, size, mask)
+
+    def _decoded(self, data: Bytes, at: tuple[int, ...], size: int, mask: int) -> np.ndarray:
         if not size:
             return np.full(self.chunks, self._fill, self.stored)
-        name = ".".join(map(str, at))
-        with reading(self.store, f"chunk {name} of {self.array}"):
-            data: Bytes = os.pread(self._fd, size, offset)
         if len(data) != size:
             found = f"the file ends {size - len(data)} bytes too early"
-            raise self.corrupt(found, name)
+            raise self.corrupt(found, self.name_of(at))
         try:
             for i in reversed(range(len(self._filters))):
                 if mask >> i & 1:
@@ -80,8 +82,27 @@ class H5Chunks(Chunks):
                     data = _DECODERS[kind](data, self.chunk_bytes)
         except (ValueError, RuntimeError) as error:
             found = f"a chunk does not decode ({error})"
-            raise self.corrupt(found, name) from error
-        return self.as_chunk(data, name)
+            raise self.corrupt(found, self.name_of(at)) from error
+        return self.as_chunk(data, at)
+
+    def fill(self, start: int, stop: int, out: np.ndarray) -> None:
+        """Put rows start:stop into `out`."""
+        if len(self.shape) > 1:
+            super().fill(start, stop, out)
+            return
+        # h5py makes chunks of 16 to 128 KiB, and they mostly follow each other in the file.
+        n = self.chunks[0]
+        first, last = start // n, -(-stop // n)
+        for a, b in _runs(self._table, first, last):
+            places = self._table[a:b].tolist()
+            begin, length = places[0][0], sum(size for _, size, _ in places)
+            with reading(self.store, f"chunk {a} of {self.array}"):
+                data = memoryview(os.pread(self._fd, length, begin))
+            for number, (offset, size, mask) in enumerate(places, a):
+                part = data[offset - begin : offset - begin + size]
+                values = self._decoded(part, (number,), size, mask)
+                low, high = max(start, number * n), min(stop, number * n + n)
+                out[low - start : high - start] = values[low - number * n : high - number * n]
 
     def stream(self, at: tuple[int, ...]) -> Iterator[Bytes] | None:
         """Return the decoded bytes of one chunk a piece at a time."""
@@ -156,6 +177,19 @@ def in_plain_file(dataset: h5py.Dataset, path: Path) -> bool:
         return False
     size: int = dataset.id.get_type().get_size()
     return size == dataset.dtype.itemsize
+
+
+def _runs(table: np.ndarray, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cut chunks first:last into runs that lie one behind the other in the file."""
+    ends = table[first : last - 1, 0] + table[first : last - 1, 1]
+    apart = ends != table[first + 1 : last, 0]
+    size = 0
+    a = first
+    for b in range(first + 1, last + 1):
+        size += int(table[b - 1, 1])
+        if b == last or apart[b - 1 - first] or size >= BLOCK:
+            yield a, b
+            a, size = b, 0
 
 
 def _unshuffle(data: Bytes, itemsize: int) -> bytes:

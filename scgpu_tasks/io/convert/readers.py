@@ -119,6 +119,10 @@ class ArrayReader:
                 a = end
         return out
 
+    def release(self) -> None:
+        """Forget the band that is kept for this thread."""
+        self._kept.__dict__.clear()
+
     def _band(self, band: int) -> np.ndarray:
         if self.spills:
             with self._lock:
@@ -190,7 +194,7 @@ class ArrayReader:
         pieces = chunks.stream(at)
         if pieces is None:
             return False
-        name = ".".join(map(str, at))
+        name = chunks.name_of(at)
         size = 0
         try:
             with path.open("wb") as file:

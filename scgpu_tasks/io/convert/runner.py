@@ -11,6 +11,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from scgpu_tasks.errors import ClusterError
+from scgpu_tasks.io.convert.memory import threads_within
+from scgpu_tasks.io.convert.team import Team
 from scgpu_tasks.io.convert.worker import Worker, forget, remote
 
 
@@ -22,8 +24,8 @@ class Runner:
     worker
         This process's worker.
     threads
-        Number of threads; None: the current Dask client if there is one, else a thread for
-        each processor.
+        Number of threads, or fewer where so many would take too much memory; None: the current
+        Dask client if there is one, else a thread for each processor.
     """
 
     def __init__(self, worker: Worker, threads: int | None) -> None:
@@ -54,23 +56,28 @@ class Runner:
 
         The first error stops the rest. `stage` names what has been prepared so far.
         """
-        if self._client is None:
-            return self._on_threads(method, jobs)
-        return self._on_cluster(method, jobs, stage)
+        if self._client is not None:
+            return self._on_cluster(method, jobs, stage)
+        threads = threads_within(self.worker.values, method, self._threads)
+        if method == "write":
+            return Team(self.worker.begin, threads).run(jobs)
+        return self._on_threads(method, jobs, threads)
 
-    def _on_threads(self, method: str, jobs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    def _on_threads(
+        self, method: str, jobs: Sequence[Any], threads: int
+    ) -> Iterator[tuple[Any, Any]]:
         stop = threading.Event()
         function = getattr(self.worker, method)
 
         def guarded(job: Any) -> tuple[bool, Any]:
             return (False, None) if stop.is_set() else (True, function(job))
 
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="convert") as pool:
+        with ThreadPoolExecutor(threads, thread_name_prefix="convert") as pool:
             pending: dict[Future[tuple[bool, Any]], Any] = {}
             queue = iter(jobs)
             try:
                 while True:
-                    while len(pending) < 2 * self._threads:
+                    while len(pending) < 2 * threads:
                         job = next(queue, None)
                         if job is None:
                             break

@@ -65,6 +65,11 @@ class Values:
             self._readers[path] = ArrayReader(self.source, path, self.scratch)
         return self._readers[path]
 
+    def release(self) -> None:
+        """Give back what reading keeps for this thread; it goes on with another file."""
+        for reader in list(self._readers.values()):
+            reader.release()
+
     def rows(self, path: str) -> Rows:
         """Return the function that computes rows of the array that goes to `path`."""
         item = self.plan.array(path)

@@ -11,40 +11,52 @@ from zarr.storage import LocalStore
 
 from scgpu_tasks.errors import CorruptChunkError
 from scgpu_tasks.io.arrays import attach_pipeline, host_pipeline
-from scgpu_tasks.io.convert.encode import pieces
 from scgpu_tasks.io.convert.layout import Layout
 from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.values import Values
 
 
-def verify_file(values: Values, store: Path, job: Job) -> None:
-    """Read one file back through zarr and compare every byte with the source.
+class FileCheck:
+    """Reads a file back through zarr and compares every byte with the source.
 
-    Raises
-    ------
-    CorruptChunkError
-        They differ: names the array, shard, chunk, position and both values.
+    Parameters
+    ----------
+    values
+        What it should hold.
+    store
+        Folder of the store.
+    job
+        The file.
     """
-    item = values.plan.array(job.path)
-    layout = item.layout
-    # A path in a string would be parsed, and may hold a "#".
-    array: zarr.Array[Any] = zarr.open_array(
-        LocalStore(store, read_only=True), path=job.path, mode="r", zarr_format=3
-    )
-    attach_pipeline(array, host_pipeline(array))
-    rows = values.rows(job.path)
-    box = layout.box(job.coords)
-    for start, stop in pieces(layout, box[0].start, box[0].stop):
-        want = rows(start, stop)
+
+    def __init__(self, values: Values, store: Path, job: Job) -> None:
+        self._store, self._job = store, job
+        self._layout, self._rows = values.plan.array(job.path).layout, values.rows(job.path)
+        # A path in a string would be parsed, and may hold a "#".
+        self._array: zarr.Array[Any] = zarr.open_array(
+            LocalStore(store, read_only=True), path=job.path, mode="r", zarr_format=3
+        )
+        attach_pipeline(self._array, host_pipeline(self._array))
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Compare some rows; threads may do so at once.
+
+        Raises
+        ------
+        CorruptChunkError
+            They differ: names the array, shard, chunk, position and both values.
+        """
+        job, store = self._job, self._store
+        want = self._rows(start, stop)
         try:
-            found = np.asarray(array[start:stop])
+            found = np.asarray(self._array[start:stop])
         except (RuntimeError, ValueError, OSError) as error:
             msg = f"rows {start}:{stop} cannot be read back ({error}); run the conversion again"
             raise CorruptChunkError(
                 msg, store=str(store), array=job.path, shard=job.key
             ) from error
         if not same_bytes(want, found):
-            raise _difference(want, found, start, layout, store, job)
+            raise _difference(want, found, start, self._layout, store, job)
 
 
 def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import errno
-import os
 import threading
 import uuid
 from collections import deque
@@ -16,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from scgpu_tasks.errors import ClusterError, OutputError, ScgpuError
+from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.io.convert import sorting
-from scgpu_tasks.io.convert.encode import write_file
+from scgpu_tasks.io.convert.filework import FileWork
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.plan import make_plan
 from scgpu_tasks.io.convert.prepared import Prepared
 from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.rearrange import row_blocks
 from scgpu_tasks.io.convert.values import Values
-from scgpu_tasks.io.convert.verify import verify_file
 from scgpu_tasks.io.source import Source, open_source
 
 
@@ -77,6 +73,12 @@ class Worker:
         self.values = Values(self.source, plan, Prepared(root / "prepared"), self.scratch)
         self.values.update_plan()
 
+    def begin(self, job: Job) -> FileWork:
+        """Open the work on one file."""
+        self.values.release()
+        level, verify = self.task.spec.level, self.task.verify
+        return FileWork(self.values, self.store, self.scratch, job, level, verify=verify)
+
     def write(self, job: Job) -> dict[str, Any]:
         """Write one file, read it back and compare it.
 
@@ -84,21 +86,7 @@ class Worker:
         -------
         The line for the journal.
         """
-        item = self.values.plan.array(job.path)
-        self.scratch.mkdir(exist_ok=True)
-        scratch, target = self.scratch / uuid.uuid4().hex, self.store / job.key
-        level, rows = self.task.spec.level, self.values.rows(job.path)
-        try:
-            written = write_file(target, scratch, item.layout, job.coords, level, rows)
-        except ScgpuError:
-            scratch.unlink(missing_ok=True)
-            raise
-        except OSError as error:
-            scratch.unlink(missing_ok=True)
-            raise write_error(error, target) from error
-        if self.task.verify:
-            verify_file(self.values, self.store, job)
-        return {"key": job.key, "verified": self.task.verify} | dataclasses.asdict(written)
+        return self.begin(job).run()
 
     def make_run(self, job: tuple[str, int]) -> None:
         """Sort one run of columns by row."""
@@ -211,20 +199,3 @@ def remote(task: Task, stage: str, method: str, job: Any) -> Any:
 def forget(task: Task) -> None:
     """Close what a conversion opened in this process; called on each Dask worker at its end."""
     workers.forget(task)
-
-
-def write_error(error: OSError, path: str | os.PathLike[str]) -> OutputError:
-    """Say why something could not be written, and what to do.
-
-    For errors of the system only: one of ours says so itself, and is not to be its own cause.
-    """
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        why = "the disk is full; free some space"
-    elif error.errno in (errno.EACCES, errno.EPERM):
-        why = "permission denied; give yourself the right to write there"
-    elif error.errno == errno.EROFS:
-        why = "the file system is read-only; make it writable"
-    else:
-        why = f"{error.strerror or error}; remove the cause"
-    msg = f"cannot write {path}: {why}, and run the same command again: it goes on from here"
-    return OutputError(msg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class ZarrChunks(Chunks):
     ) -> None:
         super().__init__(str(folder), array.path, array.shape, array.chunks, stored)
         self._folder, self._codec = folder / array.path, codec
+        self._prefix = f"{self._folder}/"
         fill = array.metadata.fill_value
         self._fill = 0 if fill is None else fill
         self._key = array.metadata.encode_chunk_key
@@ -64,18 +66,45 @@ class ZarrChunks(Chunks):
 
     def chunk(self, at: tuple[int, ...]) -> np.ndarray:
         """Return one chunk."""
-        name = self._key(at)
+        data = self._stored(at)
+        if data is None:
+            return np.full(self.chunks, self._fill, self.stored)
+        with self._decoding(at):
+            decoded = _DECODERS[self._codec](data, self.chunk_bytes)
+        return self.as_chunk(decoded, at)
+
+    def chunk_into(self, at: tuple[int, ...], out: np.ndarray) -> bool:
+        """Decode one chunk to where it is wanted."""
+        if self._codec != "blosc" or out.dtype != self.stored:
+            return False
+        data = self._stored(at)
+        if data is None:
+            return False
+        with self._decoding(at):
+            decode.decode_blosc_into(data, out)
+        return True
+
+    def _stored(self, at: tuple[int, ...]) -> bytes | None:
+        """Return the bytes of one chunk in its file, if there is one."""
+        name = self.name_of(at)
         with reading(self.store, f"chunk {name} of {self.array}"):
             try:
-                data: Bytes = (self._folder / name).read_bytes()
+                with open(f"{self._prefix}{name}", "rb", buffering=0) as file:  # noqa: PTH123
+                    return file.read()
             except FileNotFoundError:
-                return np.full(self.chunks, self._fill, self.stored)
+                return None
+
+    @contextmanager
+    def _decoding(self, at: tuple[int, ...]) -> Iterator[None]:
         try:
-            data = _DECODERS[self._codec](data, self.chunk_bytes)
+            yield
         except (ValueError, RuntimeError) as error:
             found = f"a chunk does not decode ({error})"
-            raise self.corrupt(found, name) from error
-        return self.as_chunk(data, name)
+            raise self.corrupt(found, self.name_of(at)) from error
+
+    def name_of(self, at: tuple[int, ...]) -> str:
+        """Return the chunk's key in the folder of its array."""
+        return self._key(at)
 
     def stream(self, at: tuple[int, ...]) -> Iterator[Bytes] | None:
         """Return the decoded bytes of one chunk a piece at a time."""

@@ -1,0 +1,124 @@
+"""One file of a conversion: its pieces are written, then compared, by one thread or several."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+from scgpu_tasks.errors import ScgpuError
+from scgpu_tasks.io.convert.encode import FileWriter, write_error
+from scgpu_tasks.io.convert.progress import Job
+from scgpu_tasks.io.convert.values import Values
+from scgpu_tasks.io.convert.verify import FileCheck
+
+# Pieces that a thread takes at a time. Two threads that take turns decode the source's chunk at
+# the border of what they took twice.
+_PORTION = 4
+# Encoded pieces that may wait in memory for one before them.
+_AHEAD = 16
+
+
+class FileWork:
+    """One file to write, read back and compare.
+
+    Parameters
+    ----------
+    values
+        Where its rows come from.
+    store, scratch
+        Folder of the store, and for files that are not complete.
+    level
+        Of zstd.
+    verify
+        Compare what was written with the source.
+    """
+
+    def __init__(
+        self, values: Values, store: Path, scratch: Path, job: Job, level: int, *, verify: bool
+    ) -> None:
+        self.job = job
+        self._values, self._store, self._verify = values, store, verify
+        self._target = store / job.key
+        layout, rows = values.plan.array(job.path).layout, values.rows(job.path)
+        try:
+            scratch.mkdir(exist_ok=True)
+            self._writer = FileWriter(
+                self._target, scratch / uuid.uuid4().hex, layout, job.coords, level, rows
+            )
+        except OSError as error:
+            raise write_error(error, self._target) from error
+        self._pieces = self._writer.pieces
+        self._lock = threading.Lock()
+        self._check: FileCheck | None = None
+        self._next = 0
+        self._left = len(self._pieces)
+        self._line: dict[str, Any] = {}
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """What the journal is to say of the complete file."""
+        return {"key": self.job.key, "verified": self._verify} | self._line
+
+    def claim(self) -> range | None:
+        """Take the next pieces that nobody works on; None where there are none now."""
+        with self._lock:
+            start, n = self._next, len(self._pieces)
+            waiting = 0 if self._check else start - self._writer.written
+            if start == n or waiting > _AHEAD:
+                return None
+            self._next = min(start + _PORTION, n)
+            return range(start, self._next)
+
+    def do(self, portion: range) -> bool:
+        """Write or compare pieces that were claimed.
+
+        Returns
+        -------
+        Whether the file is complete, and compared, now.
+        """
+        check = self._check
+        if check is not None:
+            for number in portion:
+                check(*self._pieces[number])
+            with self._lock:
+                self._left -= len(portion)
+                return not self._left
+        try:
+            last = False
+            for number in portion:
+                last = self._writer.write(number)
+            if not last:
+                return False
+            self._line = dataclasses.asdict(self._writer.finish())
+        except ScgpuError:
+            raise
+        except OSError as error:
+            raise write_error(error, self._target) from error
+        if not self._verify:
+            return True
+        check = FileCheck(self._values, self._store, self.job)
+        with self._lock:
+            self._check, self._next = check, 0
+        return False
+
+    def run(self) -> dict[str, Any]:
+        """Do all of it in this thread.
+
+        Returns
+        -------
+        The line for the journal.
+        """
+        try:
+            while not self.do(self.claim() or range(0)):
+                pass
+        except BaseException:
+            self.abort()
+            raise
+        return self.line
+
+    def abort(self) -> None:
+        """Remove what is not complete."""
+        self._writer.abort()

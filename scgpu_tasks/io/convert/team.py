@@ -1,0 +1,98 @@
+"""Threads that write files together: those with none left to begin help with the others'."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+from scgpu_tasks.io.convert.filework import FileWork
+from scgpu_tasks.io.convert.progress import Job
+
+
+class Team:
+    """Writes files on threads of this process.
+
+    Parameters
+    ----------
+    begin
+        Opens the work on a file; called in the thread that begins with it.
+    threads
+        Number of them.
+    """
+
+    def __init__(self, begin: Callable[[Job], FileWork], threads: int) -> None:
+        self._begin, self._threads = begin, threads
+        self._changed = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._active: list[FileWork] = []
+        self._unfinished = 0
+        self._stopped = False
+        self._ended: SimpleQueue[FileWork | BaseException] = SimpleQueue()
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
+        """Yield each file and its line for the journal, as they are complete.
+
+        The first error stops the rest.
+        """
+        self._queue, self._unfinished = deque(jobs), len(jobs)
+        try:
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="convert") as pool:
+                for _ in range(self._threads):
+                    pool.submit(self._work)
+                try:
+                    for _ in jobs:
+                        ended = self._ended.get()
+                        if isinstance(ended, BaseException):
+                            raise ended
+                        yield ended.job, ended.line
+                finally:
+                    self._stop()
+        finally:
+            for work in self._active:
+                work.abort()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        mine: FileWork | None = None
+        try:
+            while (found := self._next(mine)) is not None:
+                mine, portion = found
+                complete = mine.do(portion)
+                with self._changed:
+                    if complete:
+                        self._active.remove(mine)
+                        self._unfinished -= 1
+                        self._ended.put(mine)
+                    self._changed.notify_all()
+        # Whatever it is, the thread that waits for this one has to hear of it.
+        except BaseException as error:  # noqa: BLE001
+            self._ended.put(error)
+            self._stop()
+
+    def _next(self, mine: FileWork | None) -> tuple[FileWork, range] | None:
+        """Find something to do: on the file at hand, on a new one, on somebody else's."""
+        while True:
+            with self._changed:
+                job = None
+                while job is None:
+                    if self._stopped or not self._unfinished:
+                        return None
+                    others = [] if self._queue else self._active
+                    for work in ([mine] if mine else []) + others:
+                        if (portion := work.claim()) is not None:
+                            return work, portion
+                    if self._queue:
+                        job = self._queue.popleft()
+                    else:
+                        self._changed.wait()
+            mine = self._begin(job)
+            with self._changed:
+                self._active.append(mine)
