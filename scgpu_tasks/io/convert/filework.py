@@ -72,6 +72,10 @@ class FileWork:
             self._next = min(start + _PORTION, n)
             return range(start, self._next)
 
+    def enter(self) -> None:
+        """Tell that this thread goes over to this file, so that it keeps nothing of another."""
+        self._values.release()
+
     def do(self, portion: range) -> bool:
         """Write or compare pieces that were claimed.
 
@@ -111,6 +115,7 @@ class FileWork:
         -------
         The line for the journal.
         """
+        self.enter()
         try:
             while not self.do(self.claim() or range(0)):
                 pass

@@ -64,7 +64,10 @@ class Team:
         mine: FileWork | None = None
         try:
             while (found := self._next(mine)) is not None:
-                mine, portion = found
+                work, portion = found
+                if work is not mine:
+                    work.enter()
+                    mine = work
                 complete = mine.do(portion)
                 with self._changed:
                     if complete:

@@ -75,7 +75,6 @@ class Worker:
 
     def begin(self, job: Job) -> FileWork:
         """Open the work on one file."""
-        self.values.release()
         level, verify = self.task.spec.level, self.task.verify
         return FileWork(self.values, self.store, self.scratch, job, level, verify=verify)
 
