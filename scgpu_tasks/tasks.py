@@ -131,7 +131,8 @@ TASKS = {"check": check, "load": load, "qc": qc, "pca": pca}
 def run_stage(plan: Plan, stage: str, *, refresh: bool = False) -> dict[str, Any]:
     """Run a stage's task and wait for it.
 
-    Stages that read X run on the flow's cluster, unless their output is there already.
+    Stages that read X, or look at GPUs that this process lacks, run on the flow's cluster,
+    unless their output is there already.
 
     Parameters
     ----------
@@ -147,8 +148,16 @@ def run_stage(plan: Plan, stage: str, *, refresh: bool = False) -> dict[str, Any
     The step's description, with ``cached`` as it was in this run.
     """
     intact = not refresh and WorkDir(plan.work).find(stage, plan.key(stage)) is not None
-    here = intact or stage in ("check", "load")
+    here = intact or stage == "check" or (stage == "load" and _reaches(plan.device))
     return _run(TASKS[stage], here=here, intact=intact, plan=plan.to_json(), refresh=refresh)
+
+
+def _reaches(device: str) -> bool:
+    if device != "gpu":
+        return True
+    from scgpu_tasks.io.lazy import can_use_gpu
+
+    return can_use_gpu()
 
 
 def run_convert(job: Conversion, *, refresh: bool = False) -> dict[str, Any]:

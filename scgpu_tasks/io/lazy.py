@@ -84,7 +84,7 @@ def read_lazy(
         msg = f"layers must be a list of names; for one layer, [{layers!r}]"
         raise ParameterError(msg)
     if device == "auto":
-        device = "gpu" if _can_use_gpu() else "cpu"
+        device = "gpu" if can_use_gpu() else "cpu"
     x = open_rows(path, chunks=chunks, device=device, max_bytes=max_bytes)
     cut = np.diff(x.bounds).tolist()
     matrices = {"X": x}
@@ -102,7 +102,8 @@ def read_lazy(
     return ad.AnnData(X=lazy.pop("X"), obs=obs, var=var, layers=lazy)
 
 
-def _can_use_gpu() -> bool:
+def can_use_gpu() -> bool:
+    """Whether this process sees a GPU and has the packages to read to it."""
     from scgpu_tasks.io.gpu_packages import require_gpu
 
     try:

@@ -60,9 +60,27 @@ def needs_cluster(parameters: Mapping[str, Any]) -> bool:
     return not _are_done(parameters, ("qc", "pca"))
 
 
+def device_of(parameters: Mapping[str, Any]) -> str:
+    """Return the kind of device of a run: cpu, gpu, or auto where its scheduler will tell.
+
+    Parameters
+    ----------
+    parameters
+        Those of the flow. Workers that run already may be on other machines than this one.
+
+    Raises
+    ------
+    MissingPackageError
+        The GPU is to be this machine's, which has none.
+    """
+    given = str(parameters["device"])
+    return given if parameters["scheduler"] is not None else resolve_device(given)
+
+
 def _are_done(p: Mapping[str, Any], stages: tuple[str, ...]) -> bool:
     """Whether there are outputs of these stages for the store, or source, as it is now."""
-    if p["source"] is not None and _conversion(p).made() is None:
+    device = device_of(p)
+    if device == "auto" or (p["source"] is not None and _conversion(p).made() is None):
         return False
     work, store = work_folder(p, Path(p["out"])), absolute(p["store"])
     qc, hvg, pca = specs_of(p)
@@ -71,7 +89,6 @@ def _are_done(p: Mapping[str, Any], stages: tuple[str, ...]) -> bool:
     except ScgpuError:
         # Whoever opens it says better what is wrong with it.
         return False
-    device = resolve_device(p["device"])
     plan = steps.Plan(
         store=store, fingerprint=fingerprint, work=work, qc=qc, hvg=hvg, pca=pca, device=device
     )
@@ -115,7 +132,7 @@ def _require_values(p: Mapping[str, Any]) -> None:
 
 def _look(p: Mapping[str, Any]) -> None:
     refresh, specs = refreshed(p["refresh"]), specs_of(p)
-    device = resolve_device(p["device"])
+    device = device_of(p)
     store, job = absolute(p["store"]), None
     if p["source"] is None:
         steps.require_store(store)

@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scgpu_tasks import flowrun, tasks
-from scgpu_tasks.cluster import resolve_device
 from scgpu_tasks.cluster.plan import plan_cluster
 from scgpu_tasks.cluster.start import flow_cluster
-from scgpu_tasks.errors import StoreError
+from scgpu_tasks.errors import ClusterError, StoreError
 from scgpu_tasks.job import steps
 from scgpu_tasks.job.conversion import Conversion
-from scgpu_tasks.job.early import absolute, needs_cluster, refreshed, specs_of, work_folder
+from scgpu_tasks.job.early import (
+    absolute,
+    device_of,
+    needs_cluster,
+    refreshed,
+    specs_of,
+    work_folder,
+)
 from scgpu_tasks.job.kept import find_kept, keep, made_of
 from scgpu_tasks.job.living import marked, sweep
 from scgpu_tasks.job.monitor import Monitor, shows, stage_words
@@ -91,9 +97,9 @@ def main_job(parameters: Mapping[str, Any]) -> Any:
 def _complete(job: _Job, page: flowrun.RunPage | None) -> None:
     """Run the stages and write the record of what they found."""
     reserve_room(job.folder)
+    job.begin()
     if page is not None:
-        stem = store_stem(job.store)
-        page.tag(f"store:{stem}", f"device:{resolve_device(job.parameters['device'])}")
+        page.tag(f"store:{store_stem(job.store)}", f"device:{job.device}")
     job.run()
     job.log.running = "record"
     if not job.copy_record():
@@ -146,24 +152,29 @@ class _Job:
         self.monitor = monitor
         self.held = held
         self.work = work_folder(parameters, out)
+        self.device = ""
         self.store = absolute(parameters["store"])
         self.kept: Kept | None = None
 
-    def run(self) -> None:
+    def begin(self) -> None:
+        """Find out on what the run goes, before any stage: what is wrong is said at once."""
         p = self.parameters
-        refresh = refreshed(p["refresh"])
-        qc, hvg, pca = specs_of(p)
-        device = resolve_device(p["device"])
         WorkDir(self.work).clean()
         if p["source"] is None:
             self.log.skip("convert")
             steps.require_store(self.store)
+        self.device = device_of(p)
         if needs_cluster(p):
-            # Before any stage, so that what is wrong with it is said at once.
-            chosen = self._choose_cluster(device)
+            chosen = self._choose_cluster()
             tasks.use_cluster(lambda: chosen)
         else:
-            tasks.use_cluster(lambda: self._choose_cluster(device))
+            tasks.use_cluster(self._choose_cluster)
+
+    def run(self) -> None:
+        """Run the stages."""
+        p = self.parameters
+        refresh = refreshed(p["refresh"])
+        qc, hvg, pca = specs_of(p)
         with tasks.watch_progress(self.monitor.on_event):
             if p["source"] is not None:
                 with self._stage("convert") as entry:
@@ -184,7 +195,7 @@ class _Job:
                     qc=qc,
                     hvg=hvg,
                     pca=pca,
-                    device=device,
+                    device=self.device,
                     chunks=p["chunks"],
                 )
                 keys = [plan.key(s) for s in ("check", "load", "qc", "pca", "record")]
@@ -239,15 +250,24 @@ class _Job:
         release_room(self.folder)
         write_made(self.folder, self.log.content, made)
 
-    def _choose_cluster(self, device: str) -> dict[str, Any]:
+    def _choose_cluster(self) -> dict[str, Any]:
         """Plan or find the cluster, note it, and return the runner's arguments."""
         p = self.parameters
         if p["scheduler"] is None:
-            self.log.content["cluster"] = plan_cluster(device, workers=p["workers"]).to_json()
-            return tasks.own_cluster(**flow_cluster(device, p["workers"]))
+            plan = plan_cluster(self.device, workers=p["workers"])
+            self.log.content["cluster"] = plan.to_json()
+            return tasks.own_cluster(**flow_cluster(self.device, p["workers"]))
         self.log.content["cluster"] = {"scheduler": p["scheduler"]}
         arguments, found = tasks.running_cluster(p["scheduler"])
         self.log.content["cluster"] |= found
+        if self.device == "auto":
+            self.device = found["device"]
+        elif self.device == "gpu" and found["device"] != "gpu":
+            msg = (
+                f"device is gpu, but the workers at {p['scheduler']} see no GPU; start them on "
+                "GPUs, or use --device cpu"
+            )
+            raise ClusterError(msg)
         return arguments
 
     @contextmanager

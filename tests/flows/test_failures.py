@@ -102,6 +102,7 @@ BAD = [
     (good, {"min_genes": 9, "max_genes": 3}, errors.ParameterError, r"min_genes=9"),
     (good, {"refresh": "umap"}, errors.ParameterError, r"convert, check, load, qc, pca"),
     (good, {"scheduler": "tcp://127.0.0.1:1"}, errors.ClusterError, r"127\.0\.0\.1:1"),
+    (good, {"device": "gpu"}, errors.ClusterError, r"workers at tcp://.* see no GPU"),
 ]
 
 

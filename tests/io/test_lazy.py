@@ -171,9 +171,9 @@ def test_parameters_out_of_range_are_refused(
 
 
 def test_without_a_gpu_auto_means_the_cpu_and_gpu_is_refused(small_store: Path) -> None:
-    from scgpu_tasks.io.lazy import _can_use_gpu
+    from scgpu_tasks.io.lazy import can_use_gpu
 
-    if _can_use_gpu():
+    if can_use_gpu():
         pytest.skip("there is a GPU here")
     assert isinstance(read_lazy(small_store).X._meta, sp.csr_matrix)
     with pytest.raises(MissingPackageError, match="GPU"):
