@@ -227,7 +227,7 @@ class Draft:
             try:
                 self.path.rename(final)
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
             else:
                 return mine
@@ -395,8 +395,11 @@ def remove_unheld(folder: Path) -> bool:
 
 def _set_aside(folder: Path) -> None:
     aside = _aside(folder)
-    if aside is not None:
+    if aside is not None and aside.is_dir():
         shutil.rmtree(aside, ignore_errors=True)
+    elif aside is not None:
+        # Not ours: a plain file under the name of a folder.
+        aside.unlink(missing_ok=True)
 
 
 def _aside(folder: Path) -> Path | None:

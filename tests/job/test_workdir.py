@@ -1,4 +1,5 @@
 import json
+import shutil
 import os
 import signal
 import subprocess
@@ -73,6 +74,11 @@ def damage_manifest_not_a_mapping(folder):
     (folder / MANIFEST).write_text("[1]")
 
 
+def damage_file_in_its_place(folder):
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+
+
 DAMAGE = [
     damage_truncate,
     damage_flip,
@@ -81,6 +87,7 @@ DAMAGE = [
     damage_manifest_cut,
     damage_summary_edited,
     damage_manifest_not_a_mapping,
+    damage_file_in_its_place,
 ]
 
 
@@ -90,6 +97,7 @@ def test_a_damaged_folder_is_not_handed_out_and_can_be_published_again(work, dam
     assert work.find("qc", "k1") is None
     publish(work)
     assert (work.find("qc", "k1").path / "a.txt").read_text() == "numbers"
+    assert [path.name for path in (work.root / "qc").iterdir()] == ["k1"]
 
 
 def test_a_folder_renamed_to_another_key_is_not_handed_out(work):
