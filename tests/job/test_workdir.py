@@ -1,6 +1,6 @@
 import json
-import shutil
 import os
+import shutil
 import signal
 import subprocess
 import sys
