@@ -300,9 +300,11 @@ def _table_of(
         plausible &= size == np.uint64(least)
     damage = ~absent & ~(inside & plausible)
     usable = ~absent & ~damage
+    none = np.uint64(0)
+    # Views: NumPy 2.1 was seen to warn of casting what stands for absent.
     return ChunkTable(
-        np.where(usable, offset, 0).astype(np.int64),
-        np.where(usable, size, np.where(absent, ABSENT, 0)).astype(np.int64),
+        np.where(usable, offset, none).view(np.int64),
+        np.where(usable, size, np.where(absent, ABSENT, none)).view(np.int64),
         damage,
     )
 
