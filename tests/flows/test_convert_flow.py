@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import warnings
@@ -70,7 +71,9 @@ def test_a_source_that_fails_does_not_stop_the_others(tmp_path: Path, flow: Any)
 def test_the_command_line_converts_one_source(tmp_path: Path) -> None:
     write(tmp_path / "a.h5ad")
     command = [sys.executable, str(FLOW), str(tmp_path / "a.h5ad"), str(tmp_path / "b.zarr")]
-    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    # A database of its own: that of the user may be of a newer Prefect.
+    env = os.environ | {"PREFECT_HOME": str(tmp_path / "prefect")}
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert answer.returncode == 0, answer.stderr
     assert "converted" in answer.stdout
     assert "verified" in answer.stdout
