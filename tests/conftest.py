@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from scgpu_tasks.datasets import write_synthetic
 # Numba compiles a kernel on its first call: no example has a deadline.
 settings.register_profile("scgpu", deadline=None, derandomize=True)
 settings.load_profile("scgpu")
+
+# Processes inherit what is ignored, as these are where tests are started in the background.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
 
 # Tests start servers of their own; one of the user's is none of their business.
 os.environ.pop("PREFECT_API_URL", None)

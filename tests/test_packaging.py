@@ -83,10 +83,10 @@ def test_the_console_command_is_there_and_explains_itself() -> None:
     assert "convert" in shown
 
 
-def test_the_console_command_is_quiet_where_its_reader_has_gone() -> None:
+def test_the_console_command_is_quiet_where_its_reader_has_gone(small_store: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "scgpu_tasks", "runs", "--json"]
+    command = [sys.executable, "-m", "scgpu_tasks", "check", str(small_store), "--json"]
     with open(writer, "wb") as gone:  # noqa: PTH123
         done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (1, b"")
