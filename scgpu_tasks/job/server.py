@@ -13,9 +13,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tomllib
@@ -30,12 +32,15 @@ API_URL = "PREFECT_API_URL"
 QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 """Settings that keep Prefect from looking up anything outside."""
 
+_AN_ERROR = re.compile(r"[\w.]*(Error|Exception)\b: ")
 _UNREACHABLE = "Failed to reach API"
 _APP = "prefect.server.api.server:create_app"
 _SETTINGS = {
     "PREFECT_UI_ENABLED": "0",
     "PREFECT__SERVER_EPHEMERAL": "1",
     "PREFECT__SERVER_FINAL": "1",
+    # Into a file, of which the last is told where the server does not start.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
 }
 
 
@@ -52,6 +57,7 @@ class TemporaryServer:
         self._timeout = startup_timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
+        self._messages = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server is
 
     @property
     def api_url(self) -> str:
@@ -69,6 +75,7 @@ class TemporaryServer:
                 [sys.executable, "-m", __name__, str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
+                stderr=self._messages,
                 pass_fds=[listener.fileno()],
                 # Ctrl-C is for the flow, which still has its end to report.
                 start_new_session=True,
@@ -88,8 +95,10 @@ class TemporaryServer:
             code = self._process.poll()
             if code is not None:
                 msg = (
-                    f"the temporary Prefect server ended with code {code}; its messages are "
-                    "above. Start one with `prefect server start` and set PREFECT_API_URL"
+                    f"the temporary Prefect server ended with code {code} ({self._why()}). Its "
+                    f"database is {_home() / 'prefect.db'}, which a newer Prefect or a full "
+                    "disk may have spoilt: set PREFECT_HOME to another folder, or start a "
+                    "server with `prefect server start` and set PREFECT_API_URL"
                 )
                 raise ClusterError(msg)
             with (
@@ -105,8 +114,16 @@ class TemporaryServer:
                 raise ClusterError(msg)
             time.sleep(0.05)
 
+    def _why(self) -> str:
+        """Return the last error among the server's messages."""
+        self._messages.seek(0)
+        lines = self._messages.read().decode(errors="replace").splitlines()
+        errors = [line.strip() for line in lines if _AN_ERROR.match(line)]
+        return errors[-1] if errors else "it said nothing"
+
     def stop(self) -> None:
         """End the process; harmless when it has ended."""
+        self._messages.close()
         process, self._process = self._process, None
         if process is None:
             return
@@ -197,10 +214,13 @@ def server_configured() -> bool:
 
 
 def _settings_files() -> list[Path]:
-    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
-    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml")
+    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or _home() / "profiles.toml")
     here = Path.cwd()
     return [profiles, here / ".env", here / "prefect.toml", here / "pyproject.toml"]
+
+
+def _home() -> Path:
+    return Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
 
 
 def _mentions_server(path: Path) -> bool:
@@ -226,7 +246,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not through sys.stdin, whose lock would be held when the interpreter ends by itself.
+    while os.read(0, 1):
+        pass
     os._exit(0)
 
 
@@ -237,7 +259,10 @@ def _serve(descriptor: int) -> None:
     config = uvicorn.Config(
         _APP, factory=True, log_level="error", lifespan="on", timeout_graceful_shutdown=2
     )
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=descriptor)])
+    server = uvicorn.Server(config)
+    server.run(sockets=[socket.socket(fileno=descriptor)])
+    if not server.started:
+        sys.exit(3)  # as uvicorn's own command
 
 
 if __name__ == "__main__":
