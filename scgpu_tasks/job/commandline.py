@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from scgpu_tasks.errors import ClusterError
-from scgpu_tasks.job.server import answering, prefect_api
+from scgpu_tasks.job.server import answering, end_without_server, prefect_api
 
 EXIT_FAILED = 1
 
@@ -194,6 +194,18 @@ def run_flow(
     -------
     0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
     """
+    code = _run_to_end(make_flow, options, show, cluster, refuse)
+    end_without_server(code)
+    return code
+
+
+def _run_to_end(
+    make_flow: Callable[[], Any],
+    options: Mapping[str, Any],
+    show: Callable[[Any], None],
+    cluster: Callable[[], Mapping[str, Any] | None] | None,
+    refuse: Callable[[Mapping[str, Any]], None] | None,
+) -> int:
     parameters = {name: value for name, value in options.items() if name != "debug"}
     debug = bool(options["debug"])
     _quiet(debug=debug)

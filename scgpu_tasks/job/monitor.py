@@ -193,7 +193,7 @@ def stage_words(stage: str, summary: Mapping[str, Any]) -> str:
         cells, genes = summary["shape"]
         return (
             f"{cells:,} cells, {genes:,} genes, {words.size(summary['stored_bytes'])} in "
-            f"{summary['n_blocks']:,} blocks"
+            f"{summary['n_blocks']:,} block{'s' * (summary['n_blocks'] != 1)}"
         )
     if stage == "qc":
         lost = ", ".join(

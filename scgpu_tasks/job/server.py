@@ -34,6 +34,7 @@ QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 
 _AN_ERROR = re.compile(r"[\w.]*(Error|Exception)\b: ")
 _UNREACHABLE = "Failed to reach API"
+_temporary: TemporaryServer | None = None
 _APP = "prefect.server.api.server:create_app"
 _SETTINGS = {
     "PREFECT_UI_ENABLED": "0",
@@ -114,6 +115,10 @@ class TemporaryServer:
                 raise ClusterError(msg)
             time.sleep(0.05)
 
+    def has_ended(self) -> bool:
+        """Whether the process has ended without being asked to."""
+        return self._process is not None and self._process.poll() is not None
+
     def _why(self) -> str:
         """Return the last error among the server's messages."""
         self._messages.seek(0)
@@ -152,13 +157,26 @@ def prefect_api() -> Iterator[TemporaryServer | None]:
         if server_configured():
             yield None
             return
-        server = TemporaryServer()
+        global _temporary
+        _temporary = server = TemporaryServer()
         # Prefect sends its last events and log lines when the interpreter ends. Exit handlers
         # run in reverse, so this one, set before Prefect is imported, comes after that.
         atexit.register(server.stop)
         server.start()
         with _environment({API_URL: server.api_url}):
             yield server
+
+
+def end_without_server(code: int) -> None:
+    """End this process at once if its temporary server has gone, and if not, do nothing.
+
+    Prefect tries for minutes to send its last events, which nobody would read, when the
+    interpreter ends.
+    """
+    if _temporary is not None and _temporary.has_ended():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _without_our_plugin() -> dict[str, str]:

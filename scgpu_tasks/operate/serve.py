@@ -195,7 +195,7 @@ def _say_ready(serve: _Serve, *, found: bool) -> None:
     )
     lines = [
         "",
-        f"Prefect's pages: {serve.ui}",
+        f"Ready. Prefect's pages: {serve.ui}",
         "Deployed: atlas-qc, atlas-convert; their schedules are off. In another terminal:",
         "",
         f"  cd {quote(str(serve.folder))}",

@@ -13,8 +13,8 @@ from scgpu_tasks.records import words
 
 _ADVICE = {
     "StoreError": "Check that --store and --source name an existing store that you may read.",
-    "FormatError": "Run `scgpu-tasks check STORE` to see what in the store is in the "
-    "way, and convert it with --source where it says so.",
+    "FormatError": "scgpu-tasks check STORE says what in the store is in the way, and the "
+    "command that converts it.",
     "DataError": "QC needs raw counts. If the store keeps them in a layer, name it: --layer. "
     "Values that are meant to have fractions, such as corrected counts, pass with "
     "--not-counts.",

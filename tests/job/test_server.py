@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,29 @@ def test_a_server_that_cannot_open_its_database_says_why(
     assert "ended with code 3" in message
     assert "of-a-newer-one" in message
     assert f"{tmp_path}/prefect.db" in message
+
+
+def test_a_process_whose_server_has_gone_ends_at_once(tmp_path: Path) -> None:
+    # As Prefect, whose exit handler waits for the server.
+    script = """
+import atexit, signal, time
+from scgpu_tasks.job.server import end_without_server, prefect_api
+with prefect_api() as server:
+    end_without_server(1)
+    atexit.register(time.sleep, 60)
+    server._process.send_signal(signal.SIGKILL)
+    server._process.wait()
+    print("the last words")
+    end_without_server(7)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**environment, "PREFECT_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (7, "the last words\n"), done.stderr
