@@ -84,6 +84,9 @@ class QCSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.layer is not None and set(self.layer.split("/")) & {"", ".", ".."}:
+            msg = f"layer names one of the store's layers, which {self.layer!r} cannot be"
+            raise ParameterError(msg)
         for name in ("min_genes", "max_genes", "min_counts", "max_counts", "min_cells"):
             value = getattr(self, name)
             if value is not None and value < 0:

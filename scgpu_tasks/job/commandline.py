@@ -226,10 +226,11 @@ def _run_to_end(
     except Terminated:
         came = came or [signal.SIGTERM]
     except Exception as error:  # noqa: BLE001 - the shell gets a message and a code
-        done = _completed() if isinstance(error, TimeoutError) else None
+        done = None if came else _completed()
         if done is not None:
+            # All that comes after the record is telling Prefect, and closing Dask's cluster.
             show(done)
-            _say("note: the Dask cluster did not close in time; the run itself is complete")
+            _say(f"note: the run is complete; {_what_came_after(error)}")
             return 0
         if not came:
             return _report(error, debug=debug)
@@ -290,6 +291,14 @@ def _report(error: Exception, *, debug: bool) -> int:
     _say(f"error: {describe_error(error)}")
     _say_record()
     return EXIT_FAILED
+
+
+def _what_came_after(error: Exception) -> str:
+    from scgpu_tasks.job.runlog import describe_error
+
+    if isinstance(error, TimeoutError):
+        return "the Dask cluster did not close in time"
+    return f"its end could not be told to the Prefect server ({describe_error(error)})"
 
 
 def _completed() -> Mapping[str, Any] | None:

@@ -157,6 +157,7 @@ def prefect_api() -> Iterator[TemporaryServer | None]:
         if server_configured():
             yield None
             return
+        _keep_from_proxies("127.0.0.1")
         global _temporary
         _temporary = server = TemporaryServer()
         # Prefect sends its last events and log lines when the interpreter ends. Exit handlers
@@ -165,6 +166,14 @@ def prefect_api() -> Iterator[TemporaryServer | None]:
         server.start()
         with _environment({API_URL: server.api_url}):
             yield server
+
+
+def _keep_from_proxies(host: str) -> None:
+    """Let this process and those that it starts reach a host of this machine directly."""
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = [part for part in os.environ.get(name, "").split(",") if part]
+        if host not in hosts and "*" not in hosts:
+            os.environ[name] = ",".join([*hosts, host])
 
 
 def end_without_server(code: int) -> None:

@@ -102,9 +102,14 @@ class WorkDir:
     def hold(self, keys: Iterable[str]) -> Iterator[None]:
         """Keep outputs, those to come included, from being pruned while the block runs."""
         folder = self.root / _HELD
-        folder.mkdir(exist_ok=True)
         note = folder / f"{owner()}-{secrets.token_hex(4)}"
-        note.write_text("\n".join(keys))
+        try:
+            folder.mkdir(exist_ok=True)
+            note.write_text("\n".join(keys))
+        except OSError as error:
+            note.unlink(missing_ok=True)
+            msg = f"cannot write to {folder}: {error.strerror}; make room, or change --work"
+            raise OutputError(msg) from error
         try:
             yield
         finally:

@@ -51,7 +51,8 @@ def _used_categories(column: pd.Series) -> pd.Series:
     """Drop categories that no row has; pandas sorts all rows to find them."""
     codes = column.cat.codes.to_numpy()
     counts = np.bincount(codes[codes >= 0], minlength=len(column.cat.categories))
-    return column.cat.remove_categories(column.cat.categories[counts == 0])
+    # remove_categories would sort those that stay.
+    return column.cat.set_categories(column.cat.categories[counts > 0])
 
 
 def write_results(

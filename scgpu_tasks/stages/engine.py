@@ -210,16 +210,16 @@ class Engine:
         Raises
         ------
         OutputError
-            By the future: the file cannot be written.
+            The file cannot be written.
         """
         helper = ThreadPoolExecutor(1, thread_name_prefix="scgpu-rows")
         self._stack.callback(helper.shutdown)
+        file = None if path is None else FileArray.create(path, shape, dtype)
+        if file is not None:
+            self._stack.callback(file.discard)
 
         def make() -> tuple[RowTarget, RowTarget | None]:
-            if path is None:
-                home = self._pool.array(shape, dtype)
-            else:
-                home = FileArray.create(path, shape, dtype)
+            home = self._pool.array(shape, dtype) if file is None else file
             return home, self._pool.reach(home)
 
         return helper.submit(make)

@@ -9,6 +9,7 @@ any other.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import math
 import mmap
@@ -103,10 +104,14 @@ class SharedArray:
 class FileArray:
     """An array in a ``.npy`` file, which takes no memory while its rows are written.
 
+    The file has another name until it is mapped: one that is half written is none.
+
     Attributes
     ----------
     path
-        The file.
+        The file in the end.
+    part
+        The file until then.
     offset
         Where the first row begins in it.
     shape, dtype
@@ -117,6 +122,7 @@ class FileArray:
     """
 
     path: str
+    part: str
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -128,31 +134,38 @@ class FileArray:
     ) -> FileArray:
         """Write a header, and reserve the room for the rows.
 
-        A file of that name is not overwritten, but replaced: somebody may map it.
-
         Raises
         ------
         OutputError
-            It cannot be written, or there is no room.
+            It cannot be written, there is no room, or something else has that name.
         """
-        dtype = np.dtype(dtype)
+        final, dtype = Path(path).absolute(), np.dtype(dtype)
+        part = final.with_name(f".{final.name}-{uuid.uuid4().hex}")
         header = {
             "descr": np.lib.format.dtype_to_descr(dtype),
             "fortran_order": False,
             "shape": shape,
         }
         try:
-            Path(path).unlink(missing_ok=True)
-            with Path(path).open("xb") as file:
+            if final.exists() and not final.is_file():
+                raise OSError(errno.EEXIST, "something that is no file has that name")
+            with part.open("xb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
                 offset, size = file.tell(), math.prod(shape) * dtype.itemsize
                 file.flush()
                 os.posix_fallocate(file.fileno(), offset, max(size, 1))
                 file.truncate(offset + size)
         except OSError as error:
-            msg = f"cannot write {path}: {error.strerror or error}"
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            msg = f"cannot write {final}: {error.strerror or error}"
             raise OutputError(msg) from error
-        return cls(str(Path(path).absolute()), offset, shape, dtype)
+        return cls(str(final), str(part), offset, shape, dtype)
+
+    def discard(self) -> None:
+        """Remove what was never finished."""
+        with contextlib.suppress(OSError):
+            Path(self.part).unlink(missing_ok=True)
 
     def write(self, first: int, rows: np.ndarray) -> bool:
         """See `RowTarget`."""
@@ -162,7 +175,7 @@ class FileArray:
         left = memoryview(values.reshape(-1).view(np.uint8))
         at = self.offset + first * math.prod(self.shape[1:]) * self.dtype.itemsize
         try:
-            with Path(self.path).open("r+b", buffering=0) as file:
+            with Path(self.part).open("r+b", buffering=0) as file:
                 while left:
                     done = os.pwrite(file.fileno(), left, at)
                     left, at = left[done:], at + done
@@ -172,7 +185,12 @@ class FileArray:
         return True
 
     def map(self) -> np.ndarray:
-        """Map the file, read-only."""
+        """Give the file its name, in the place of an older one, and map it, read-only."""
+        try:
+            Path(self.part).replace(self.path)
+        except OSError as error:
+            msg = f"cannot write {self.path}: {error.strerror or error}"
+            raise OutputError(msg) from error
         return np.load(self.path, mmap_mode="r", allow_pickle=False)
 
 

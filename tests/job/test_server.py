@@ -42,6 +42,7 @@ def test_a_process_whose_server_has_gone_ends_at_once(tmp_path: Path) -> None:
 import atexit, signal, time
 from scgpu_tasks.job.server import end_without_server, prefect_api
 with prefect_api() as server:
+    server.wait()
     end_without_server(1)
     atexit.register(time.sleep, 60)
     server._process.send_signal(signal.SIGKILL)
@@ -52,7 +53,13 @@ with prefect_api() as server:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**environment, "PREFECT_HOME": str(tmp_path)},
+        # The server is on this machine, which no proxy leads to.
+        env={
+            **environment,
+            "PREFECT_HOME": str(tmp_path),
+            "HTTP_PROXY": "http://127.0.0.1:9",
+            "http_proxy": "http://127.0.0.1:9",
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -78,6 +78,15 @@ def test_a_column_of_the_store_gives_way_to_the_metric_of_the_same_name() -> Non
     assert list(joined["batch"].cat.categories) == ["x"]
 
 
+def test_categories_that_stay_keep_their_order():
+    levels = pd.Categorical(["low", "high", "mid"], categories=["low", "mid", "high"])
+    obs = pd.DataFrame({"level": levels}, index=["a", "b", "c"])
+    metrics = pd.DataFrame({"passed_qc": [True, True, False]})
+    joined = results.join_columns(obs, metrics)
+    assert list(joined["level"]) == ["low", "high"]
+    assert list(joined["level"].cat.categories) == ["low", "high"]
+
+
 def test_strings_are_stored_in_the_encoding_that_every_reader_knows(store: Path) -> None:
     root = zarr.open_group(store, mode="r")
     assert root["obs/_index"].attrs["encoding-type"] == "string-array"

@@ -151,7 +151,17 @@ def test_a_file_is_filled_by_those_who_see_the_witness(tmp_path: Path) -> None:
     # As a worker on another machine, which sees the file, but not the mailbox.
     assert not target.write(0, rows[:2] + 1)
     assert file.write(0, rows[:2])
-    assert np.load(file.path).tobytes() == file.map().tobytes() == rows.tobytes()
+    assert not Path(file.path).exists()
+    assert file.map().tobytes() == np.load(file.path).tobytes() == rows.tobytes()
+    file.discard()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npy"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").mkdir()
+    with pytest.raises(OutputError, match=r"a\.npy: something that is no file"):
+        FileArray.create(tmp_path / "a.npy", (7, 3), np.float32)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npy"]
 
 
 def test_a_file_that_the_disk_has_no_room_for_is_refused_at_once(

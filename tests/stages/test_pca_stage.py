@@ -162,8 +162,9 @@ def test_nothing_stays_held_after_an_error(data, qc, tmp_path, monkeypatch):
     for budget in (2**20, 0):
         monkeypatch.setattr(held.memory, "budget", budget)
         source = Broken(data[0], range(0, 601, 60))
+        scores = tmp_path / "scores.npy"
         with pytest.raises(OSError, match="gone"):
-            run_pca(source, qc.cells, qc.genes, 1e4, SPEC, scratch=tmp_path)
+            run_pca(source, qc.cells, qc.genes, 1e4, SPEC, scratch=tmp_path, scores=scores)
         assert not held.memory._rows
         assert list(tmp_path.iterdir()) == []
 
