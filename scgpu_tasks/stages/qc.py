@@ -18,7 +18,7 @@ import pandas as pd
 from scgpu_tasks.errors import DataError, FormatError, ParameterError
 from scgpu_tasks.kernels.transform import Transform
 from scgpu_tasks.specs import HVGSpec, QCSpec
-from scgpu_tasks.stages import filters, hvg, tables
+from scgpu_tasks.stages import filters, hvg, seurat_v3, tables
 from scgpu_tasks.stages.batches import DeferredTable, batch_groups
 from scgpu_tasks.stages.engine import Engine, Progress, Span
 from scgpu_tasks.stages.gene_sets import GeneSets, find_gene_sets
@@ -26,7 +26,6 @@ from scgpu_tasks.stages.qc_errors import not_counts, nothing_passes
 from scgpu_tasks.stages.qc_visits import (
     CellPart,
     CellPlan,
-    ClipGenes,
     GenePart,
     MeasureCells,
     QCPart,
@@ -309,7 +308,15 @@ class _Run:
             msg = f"no kept cell has a value in obs[{self.hvg.batch_key!r}]"
             raise ParameterError(msg)
         if self.hvg.flavor == "seurat_v3":
-            table = self._seurat_v3(engine, batches, names)
+            table = seurat_v3.choose(
+                engine,
+                batches,
+                names,
+                self.hvg,
+                passed=self.passed,
+                groups=np.where(self.keep, self.groups, len(self.categories)),
+                n_groups=len(self.categories),
+            )
         else:
             table = hvg.dispersion_table(
                 list(batches.values()),
@@ -336,42 +343,6 @@ class _Run:
             for group, table in sorted(self.moments.groups.items())
             if group < len(self.categories)
         }
-
-    def _seurat_v3(
-        self, engine: Engine, batches: dict[int, hvg.BatchMoments], names: pd.Index
-    ) -> pd.DataFrame:
-        found = [hvg.clip_limits(batch, self.hvg.span) for batch in batches.values()]
-        limit = np.full((len(batches), len(self.var)), np.inf)
-        limit[:, self.passed] = [clip for clip, _ in found]
-        local = np.full(len(self.categories) + 1, -1, np.int32)
-        local[list(batches)] = np.arange(len(batches))
-        groups = np.where(self.keep, local[self.groups], -1).astype(np.int32)
-        sums = np.zeros((*limit.shape, 2))
-
-        def task(span: Span) -> ClipGenes:
-            return ClipGenes(span.start, groups[span.start : span.stop], limit)
-
-        def merge(_: Span, part: np.ndarray, __: str | None) -> None:
-            sums.__iadd__(part)
-
-        engine.fold(task, merge)
-        every = list(batches.values())
-        total = hvg.BatchMoments(
-            sum(b.n_cells for b in every),
-            np.sum([b.sums for b in every], axis=0),
-            np.sum([b.squares for b in every], axis=0),
-        )
-        table = hvg.seurat_v3_table(
-            every,
-            list(sums[:, self.passed]),
-            [deviation for _, deviation in found],
-            total,
-            names,
-            self.hvg.n_top_genes or 2000,
-        )
-        if self.hvg.batch_key is None:
-            table = table.drop(columns="highly_variable_nbatches")
-        return table
 
     def result(self, engine: Engine) -> QCResult:
         """Tables and summary."""
