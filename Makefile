@@ -48,7 +48,7 @@ GPU = scgpu_tasks/kernels/_gpu/*,scgpu_tasks/cluster/gpus.py,scgpu_tasks/io/deco
 
 coverage:
 	@.ci/venv test
-	@COVERAGE_CORE=sysmon .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report= $(ARGS); \
+	@COVERAGE_CORE=sysmon .venv/bin/python -m pytest -q -n 2 --dist loadfile --cov --cov-report= $(ARGS); \
 	tests=$$?; \
 	echo "Lines that any machine runs:"; \
 	.venv/bin/coverage report --omit='$(GPU)'; \

@@ -25,7 +25,7 @@ from scgpu_tasks.io.convert import ConvertSpec, convert_zarr
 
 from .adatas import adatas, assert_same
 
-EXAMPLES = int(os.environ.get("SCGPU_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("SCGPU_EXAMPLES", "15"))
 H5 = (
     {},
     {"compression": "gzip"},
