@@ -155,11 +155,12 @@ class CommandLine:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(TOKEN) == self.token:
+                ours = process.environ().get(TOKEN) == self.token
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
+        return found
 
     def left_over(self, seconds: float = 20.0) -> list[psutil.Process]:
         """Processes that are still there after a while."""

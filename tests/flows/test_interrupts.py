@@ -3,6 +3,7 @@ import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from scgpu_tasks.datasets import write_synthetic
@@ -24,6 +25,14 @@ def wait_for_qc(shell, run):
         assert run.poll() is None, run.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def words(process):
+    """Command line of a process; nothing of one that has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def interrupt(shell, store, send, processes=3):
@@ -93,7 +102,7 @@ def test_a_run_that_is_stopped_leaves_no_process_and_the_next_goes_on(
 def test_an_early_ctrl_c_prints_no_traceback_of_workers_that_start(shell, store):
     run = shell.start("--store", str(store), "--workers=2")
     deadline = time.monotonic() + 120
-    while not any("spawn_main" in " ".join(p.cmdline()) for p in shell.processes()):
+    while not any("spawn_main" in words(p) for p in shell.processes()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     send_ctrl_c(run)

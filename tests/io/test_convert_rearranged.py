@@ -212,7 +212,9 @@ def test_a_damaged_matrix_is_refused_with_the_place(
     write(X, tmp_path / "a.zarr")
     zarr.open_array(tmp_path / "a.zarr/X" / part, mode="r+")[at] = value
     with pytest.raises(FormatError, match=match):
-        convert_zarr(tmp_path / "a.zarr", tmp_path / "b.zarr", spec=ConvertSpec(csr=csr))
+        convert_zarr(
+            tmp_path / "a.zarr", tmp_path / "b.zarr", spec=ConvertSpec(csr=csr), workers=1
+        )
 
 
 def test_options_out_of_range_are_refused() -> None:
