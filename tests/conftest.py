@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,22 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 # Tests start servers of their own; one of the user's is none of their business.
 os.environ.pop("PREFECT_API_URL", None)
+
+
+@pytest.fixture(autouse=True)
+def _no_client_of_others(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Clusters of a session stay up: only a test that asks for a client finds it."""
+    if "distributed" not in sys.modules or "client" in request.fixturenames:
+        yield
+        return
+    from distributed import client
+
+    monkeypatch.setattr(client, "_global_clients", {})
+    token = client._current_client.set(None)
+    yield
+    client._current_client.reset(token)
 
 
 @pytest.fixture(scope="session")

@@ -19,11 +19,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from scgpu_tasks.io.clients import current_client
 from scgpu_tasks.kernels.blas import one_thread
 from scgpu_tasks.stages import resident
 from scgpu_tasks.stages.dask_pool import Cluster
 from scgpu_tasks.stages.parcels import FileArray, RowTarget
-from scgpu_tasks.stages.pools import Pool, Threads, current_client
+from scgpu_tasks.stages.pools import Pool, Threads
 from scgpu_tasks.stages.short_memory import give_back
 from scgpu_tasks.stages.sources import BlockSource, DaskBlocks, MemoryBlocks
 from scgpu_tasks.stages.spans import Span, SpanTask, Visit, on_gpu, run_span, spans_of

@@ -130,6 +130,20 @@ def test_a_damaged_chunk_ends_with_one_error_that_is_not_its_own_cause(
         refused()
 
 
+def test_a_client_that_was_closed_is_not_asked(tmp_path: Path) -> None:
+    from distributed import Client
+
+    write(atlas(), tmp_path / "a.h5ad", "h5ad", 1)
+    with Client(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+    ) as client:
+        client.close()
+        # Still the current one of this block.
+        assert Client.current() is client
+        convert_zarr(tmp_path / "a.h5ad", tmp_path / "b.zarr")
+    assert_same(read(tmp_path / "a.h5ad"), read(tmp_path / "b.zarr"))
+
+
 @pytest.mark.parametrize("how", ["replaced", "in place"])
 def test_workers_that_live_on_read_what_the_source_holds_now(tmp_path: Path, how: str) -> None:
     from distributed import Client, LocalCluster

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import dask.array as da
 import numpy as np
-import pytest
 from distributed import Client
-from distributed import client as client_module
 
 from scgpu_tasks.stages import parcels
 from scgpu_tasks.stages.engine import Engine
 from scgpu_tasks.stages.sources import as_source
 
 from .test_engine import Totals
-
-
-@pytest.fixture(autouse=True)
-def _no_client_of_another_test(monkeypatch):
-    monkeypatch.setattr("distributed.client._global_clients", {})
-    token = client_module._current_client.set(None)
-    yield
-    client_module._current_client.reset(token)
 
 
 def matrix():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from scgpu_tasks.errors import ClusterError
+from scgpu_tasks.io.clients import current_client
 from scgpu_tasks.io.convert.memory import threads_within
 from scgpu_tasks.io.convert.team import Team
 from scgpu_tasks.io.convert.worker import Worker, forget, remote
@@ -37,7 +37,7 @@ class Runner:
 
     def __enter__(self) -> Runner:
         if self._ask_client and worker_can_travel(self.worker):
-            self._client = _current_client(self._stack)
+            self._client = current_client(self._stack)
             if self._client is not None:
                 self._stack.callback(self._close_sources)
         return self
@@ -123,23 +123,6 @@ class Runner:
 def worker_can_travel(worker: Worker) -> bool:
     """Whether other processes can open the same source and work folder."""
     return not worker.source.path.startswith("memory://")
-
-
-def _current_client(stack: contextlib.ExitStack) -> Any:
-    """Find the Dask client to use; within a task of a worker, one that frees its thread."""
-    if "distributed" not in sys.modules:
-        # Nobody can have made a client.
-        return None
-    from distributed import Client, get_worker, worker_client
-
-    try:
-        get_worker()
-    except ValueError:
-        try:
-            return Client.current()
-        except ValueError:
-            return None
-    return stack.enter_context(worker_client())
 
 
 def default_threads() -> int:
