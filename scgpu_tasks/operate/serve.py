@@ -26,7 +26,7 @@ from typing import Any
 from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.job.server import API_URL, QUIET
 from scgpu_tasks.operate.checkout import enter_checkout
-from scgpu_tasks.operate.services import Service
+from scgpu_tasks.operate.services import Service, adopt_orphans, end_orphans
 
 HOST = "127.0.0.1"
 POOL = "scgpu"
@@ -84,6 +84,8 @@ class _Serve:
                 # The worker waits for its runs, and tells the server how they ended.
                 service.stop_children(_PATIENCE)
             service.stop(_PATIENCE)
+            # While the server can still be told: the runs of a worker that was killed.
+            end_orphans(self._services, _PATIENCE)
 
     def _begin(self, name: str, *arguments: str, quiet: bool = False) -> None:
         command = [*_PREFECT, *arguments]
@@ -231,6 +233,7 @@ def _serve(options: Any) -> int:
     require_free(options.port)
     exported = os.environ.get(API_URL)
     serve = _Serve(folder, options.port)
+    adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: serve.stop_asked.set())
     print("Starting the Prefect server ...", flush=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _AGAIN = 3.0
 
@@ -55,6 +56,11 @@ class Service:
             preexec_fn=_end_with_parent,
         )
 
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
     def ended(self) -> int | None:
         """Return the exit code of a program that has ended."""
         return self._process.poll()
@@ -90,6 +96,33 @@ class Service:
             return psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what services leave behind when they are killed."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans(services: Sequence[Service], patience: float) -> None:
+    """End the processes that services which are gone have left to this one.
+
+    Parameters
+    ----------
+    services
+        Those whose processes are to stay.
+    patience
+        Seconds before SIGKILL.
+    """
+    own = {service.pid for service in services}
+    orphans = [child for child in psutil.Process().children() if child.pid not in own]
+    _end([p for orphan in orphans for p in _family(orphan)], patience)
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and its descendants."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return []
 
 
 def _end(family: list[psutil.Process], patience: float) -> None:

@@ -89,7 +89,12 @@ class Operator:
         assert self._serve is not None
         if self._serve.poll() is None:
             os.killpg(self._serve.pid, number)
-        return self._serve.wait(90)
+        return self.ended(90)
+
+    def ended(self, seconds: float) -> int:
+        """Wait for the end of `serve`, and return its exit code."""
+        assert self._serve is not None
+        return self._serve.wait(seconds)
 
     def prefect(
         self, *arguments: str, timeout: float = 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -72,3 +73,36 @@ def test_a_service_ends_with_all_that_came_of_it(manner: str, tmp_path: Path) ->
     service.stop(patience=0.5 if manner == "ignore" else 20)
     assert service.ended() is not None
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+KILLED = """
+import signal, subprocess, sys, time
+from pathlib import Path
+from scgpu_tasks.operate.services import Service, adopt_orphans, end_orphans
+command, told = sys.argv[1:-1], Path(sys.argv[-1])
+adopt_orphans()
+other = Service("other", ["sleep", "60"], None, told.parent)
+service = Service("sleeper", command, None, told.parent)
+while not (told.exists() and told.read_text()):
+    time.sleep(0.05)
+subprocess.run(["kill", "-KILL", str(service.pid)], check=True)
+while service.ended() is None:
+    time.sleep(0.05)
+end_orphans([service, other], patience=5)
+print(service.ended(), other.ended())
+other.stop(5)
+"""
+
+
+def test_what_a_killed_service_leaves_behind_is_ended(tmp_path: Path) -> None:
+    told = tmp_path / "child"
+    command = [sys.executable, "-c", STUBBORN, "obey", str(told), "parent", STUBBORN]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *command, str(told)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["-9", "None"]
+    assert not psutil.pid_exists(int(told.read_text()))
