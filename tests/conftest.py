@@ -34,11 +34,13 @@ def _no_client_of_others(
     if "distributed" not in sys.modules or "client" in request.fixturenames:
         yield
         return
+    import dask
     from distributed import client
 
     monkeypatch.setattr(client, "_global_clients", {})
     token = client._current_client.set(None)
-    yield
+    with dask.config.set(scheduler=None):
+        yield
     client._current_client.reset(token)
 
 

@@ -260,6 +260,13 @@ def start_cluster(scheduler: str | None = None, **options: Any) -> distributed.C
             await super()._close(fast=fast)
             await cluster.close()
 
+        def close(self, *arguments: Any, **options: Any) -> Any:
+            closing = super().close(*arguments, **options)  # type: ignore[no-untyped-call]
+            if closing is None:
+                # It is closed; this ends the thread of its event loop.
+                cluster.close()
+            return closing
+
     client: distributed.Client = OwningClient(cluster)  # type: ignore[no-untyped-call]
     return client
 

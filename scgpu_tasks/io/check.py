@@ -29,7 +29,7 @@ _CHUNKS = (64 * 1024, 2 * 1024 * 1024)
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that costs time when this store is read.
+    """Something that costs time when this store is read, or prevents it.
 
     Attributes
     ----------
@@ -39,17 +39,25 @@ class Finding:
         What was found, and what to do about it.
     slow
         Whether it keeps the store from being read at full speed; else it is advice.
+    refused
+        Whether blocks of cells cannot be read at all.
     """
 
     where: str
     what: str
     remedy: str
     slow: bool = True
+    refused: bool = False
 
     def __str__(self) -> str:
         """Place, finding and remedy in one line."""
         place = f"{self.where}: " if self.where else ""
         return f"{place}{self.what}; {self.remedy}"
+
+    @property
+    def weight(self) -> str:
+        """What it means for reading, in a word."""
+        return "refused" if self.refused else "slow" if self.slow else "advice"
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ class CheckReport:
         ]
         if not self.findings:
             lines.append("  GPU-ready: nothing to improve")
-        lines += [f"  {'slow  ' if f.slow else 'advice'}  {f}" for f in self.findings]
+        lines += [f"  {f.weight:7}  {f}" for f in self.findings]
         return "\n".join([*lines, "", *(f"  {line}" for line in self.machine.lines())])
 
     def _table(self) -> Iterator[str]:
@@ -233,7 +241,8 @@ def _of_element(where: str, node: Any) -> tuple[list[Finding], list[ArrayReport]
         return findings, arrays
     if where == "X" and kind == "csc_matrix":
         what = "stored by columns (CSC), so no block of cells can be read"
-        findings.append(Finding(where, what, "scgpu-tasks convert --csr makes it CSR"))
+        remedy = "scgpu-tasks convert --csr makes it CSR"
+        findings.append(Finding(where, what, remedy, refused=True))
     for name in ("data", "indices", "indptr"):
         found, reports = _of_array(f"{where}/{name}", node[name])
         findings += found

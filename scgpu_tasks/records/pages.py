@@ -90,6 +90,8 @@ def check_page(report: Mapping[str, Any]) -> str:
     for finding in report["findings"]:
         where = f"{escape(finding['where'])}: " if finding["where"] else ""
         kind = "**slow** " if finding["slow"] else ""
+        if finding.get("refused"):
+            kind = "**refused** "
         lines.append(f"- {kind}{where}{escape(finding['what'])}; {escape(finding['remedy'])}")
     return "\n".join(lines)
 

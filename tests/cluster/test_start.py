@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import psutil
@@ -239,11 +240,14 @@ def test_workers_that_do_not_start_in_time_are_an_error_and_leave_no_process(tmp
     assert new_children(before) == []
 
 
-def test_closing_the_client_ends_the_workers():
+def test_closing_the_client_ends_the_workers_and_the_event_loop():
+    before = set(threading.enumerate())
     client = start_cluster(device="cpu", workers=1, threads=1)
     workers = [psutil.Process(pid) for pid in client.run(os.getpid).values()]
     client.close()
     assert wait_until_gone(workers) == []
+    assert [t for t in set(threading.enumerate()) - before if t.name == "IO loop"] == []
+    client.close()
 
 
 def test_a_script_without_a_main_guard_ends_with_advice_and_no_process(tmp_path):

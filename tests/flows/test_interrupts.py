@@ -137,7 +137,7 @@ def test_a_killed_flow_leaves_no_process_and_the_next_run_clears_up_after_it(
 def test_a_worker_that_is_killed_in_the_middle_of_qc_costs_time_and_not_the_run(
     shell_with_server, store
 ):
-    run = shell_with_server.start("--store", str(store), "--chunks=20", "--workers=2")
+    run = shell_with_server.start("--store", str(store), "--chunks=100", "--workers=2")
     wait_for_qc(shell_with_server, run)
     drafts = shell_with_server.out.glob(".work/qc/.draft-*")
     draft = max(drafts, key=lambda path: path.stat().st_mtime_ns)

@@ -76,6 +76,12 @@ def test_what_is_slow_is_named_with_its_remedy(
     assert re.search(expected, slow), slow
 
 
+def test_what_cannot_be_read_at_all_is_told_from_what_is_slow(tmp_path: Path) -> None:
+    text = str(check(store(tmp_path / "a.zarr", chunks=(NNZ // 8,), form="csc")))
+    assert re.search(r"refused +X: stored by columns", text), text
+    assert re.search(r"slow +X/data: chunks of", text), text
+
+
 def test_wide_indices_and_missing_consolidation_are_advice(tmp_path: Path) -> None:
     path = store(tmp_path / "a.zarr", chunks=(65_536,), shards=(655_360,))
     root = json.loads((path / "zarr.json").read_text())
@@ -118,7 +124,7 @@ def test_the_command_prints_text_or_json_and_exits_by_what_it_found(
     assert content["ok"] is False
     assert content["shape"] == [ROWS, GENES]
     assert {"path", "dtype", "codec", "chunk_bytes", "gpu"} <= content["arrays"][0].keys()
-    assert {"where", "what", "remedy", "slow"} == content["findings"][0].keys()
+    assert {"where", "what", "remedy", "slow", "refused"} == content["findings"][0].keys()
     assert content["machine"]["versions"]["zarr"] == zarr.__version__
     assert main(["check", str(tmp_path / "none")]) == 1
     assert "does not exist" in capsys.readouterr().err
