@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Python for real, but environments are an empty folder with this script, and pip only notes
-# what it was asked to install.
+# Python for real, but environments are an empty folder with this script, and pip and uv only
+# note what they were asked to install; uv works where the variable UV says so.
 PYTHON = f"""#!/bin/sh
 case "$1 $2" in
 "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo "venv $3" >>"$LOG" ;;
 "-m pip") shift 2; [ "$1" = --version ] || echo "pip $*" >>"$LOG" ;;
+"-m uv") [ "$UV" ] || exit 1; shift 3; echo "uv $*" >>"$LOG" ;;
 *) exec "{sys.executable}" "$@" ;;
 esac
 """
@@ -98,23 +99,36 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def make_venv(checkout: Path, *arguments: str) -> list[str]:
-    """Run .ci/venv; what it did, one line each."""
+def make_venv(checkout: Path, *arguments: str, uv: str = "") -> list[str]:
+    """Run .ci/venv; what it did, one line each, but for the installation of uv itself."""
     log = checkout.parent / "log"
     log.write_text("")
     python = executable(checkout.parent / "python3.12", PYTHON)
     # Not the wrapper's answer to "which interpreter are you", but the wrapper itself.
     finder = executable(checkout / ".ci" / "python", f'#!/bin/sh\necho "{python}"\n')
-    env = os.environ | {"LOG": str(log)}
+    env = os.environ | {"LOG": str(log), "UV": uv}
     subprocess.run([checkout / ".ci" / "venv", *arguments], check=True, env=env)
     assert finder.exists()
-    return log.read_text().splitlines()
+    did = log.read_text().splitlines()
+    installed = any("--editable" in line for line in did)
+    assert ("pip install --quiet uv" in did) == installed
+    return [line for line in did if line != "pip install --quiet uv"]
 
 
 def test_the_environment_is_made_once_and_installed_once(checkout: Path) -> None:
     first = make_venv(checkout)
     assert first == ["venv .venv", "pip install --quiet --editable ."]
     assert make_venv(checkout) == []
+
+
+def test_uv_installs_where_it_can_and_pip_is_not_asked(checkout: Path) -> None:
+    how = "uv install --quiet --python .venv/bin/python --compile-bytecode"
+    assert make_venv(checkout, "test", uv="works") == [
+        "venv .venv",
+        f"{how} --editable .[test,docs]",
+        f"{how} --no-deps celltypist==1.7.1",
+    ]
+    assert make_venv(checkout, "test") == []
 
 
 def test_what_tests_need_is_added_to_the_environment_of_the_demo(checkout: Path) -> None:
