@@ -46,6 +46,8 @@ NO_WORKERS_SECONDS = 300
 # Dask looks for a worker that died 15 s later, and gives it up for good if it is not there just
 # then: on a busy machine it may still be starting, or be starting again. Nannies never give up.
 LOST_WORKER_SECONDS = 365 * 24 * 3600
+# So long an interrupted start is waited for, to be closed; then its processes are ended.
+_INTERRUPTED_SECONDS = 15.0
 # For mallopt(3). 32 MiB is the most that it takes for the first.
 WORKER_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": 32 * 2**20, "MALLOC_TOP_PAD_": 64 * 2**20}
 
@@ -294,7 +296,7 @@ def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Clust
     ):
         starting = _Starting(timeout)
         try:
-            cluster = _cluster_class(plan)(**settings)
+            cluster = _whole_or_not(lambda: _cluster_class(plan)(**settings))
         except (OSError, RuntimeError, ValueError, TypeError) as error:
             starting.end()
             raise ClusterError(_why_not(plan, error, starting)) from error
@@ -304,6 +306,28 @@ def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Clust
         finally:
             starting.done()
     return cluster
+
+
+def _whole_or_not(make: Callable[[], Cluster]) -> Cluster:
+    """Make a cluster in a thread of its own, so that Ctrl-C finds it and can close it.
+
+    In the main thread it would end the wait only: the event loop went on starting workers of a
+    cluster that nobody has.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return make()
+    pool = ThreadPoolExecutor(
+        1, thread_name_prefix="scgpu-cluster", initializer=_block_interrupts
+    )
+    begun = pool.submit(make)
+    pool.shutdown(wait=False)
+    try:
+        return begun.result()
+    except BaseException:
+        if not begun.done():
+            with contextlib.suppress(Exception):
+                begun.result(_INTERRUPTED_SECONDS).close()
+        raise
 
 
 class _Starting:

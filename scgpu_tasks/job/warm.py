@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,8 +42,12 @@ def import_modules(names: tuple[str, ...]) -> None:
 
 
 def dask_setup(_worker: distributed.Worker) -> None:
-    """Begin to import a flow's modules in a worker."""
-    threading.Thread(target=import_modules, args=(WORKER_MODULES,), daemon=True).start()
+    """Import a flow's modules in a worker, before it can be given a task.
+
+    A task that imports the same modules at the same time, in another thread and another order,
+    can be refused by Python as a deadlock.
+    """
+    import_modules(WORKER_MODULES)
 
 
 def dask_teardown(_worker: distributed.Worker) -> None:

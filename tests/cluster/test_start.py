@@ -250,6 +250,35 @@ def test_closing_the_client_ends_the_workers_and_the_event_loop():
     client.close()
 
 
+def test_ctrl_c_while_a_cluster_starts_leaves_no_worker_behind(tmp_path):
+    done = run_script(
+        tmp_path / "interrupted.py",
+        """
+        import os, signal, threading
+        import distributed, psutil
+        from scgpu_tasks.cluster import start_cluster
+
+        def started():
+            return [" ".join(p.cmdline()) for p in psutil.Process().children()]
+
+        def interrupt():
+            while not any("spawn_main" in command for command in started()):
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+
+        if __name__ == "__main__":
+            threading.Thread(target=interrupt).start()
+            try:
+                start_cluster(device="cpu", workers=2, threads=1)
+            except KeyboardInterrupt:
+                print("left", [c for c in started() if "resource_tracker" not in c])
+        """,
+    )
+    assert done.stdout == "left []\n", done.stderr
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
 def test_a_script_without_a_main_guard_ends_with_advice_and_no_process(tmp_path):
     done = run_script(
         tmp_path / "unguarded.py",
