@@ -15,15 +15,23 @@ from scgpu_tasks.records import draw, words
 
 POINTS = 40_000
 SHOWN_CATEGORIES = 16
-NUMBERED_UP_TO = 16
-LABEL_DISTANCE = 0.05
+LABEL_DISTANCE = 0.07
+SHORT = 3
 
 
 @dataclass(frozen=True)
 class Category:
-    """One entry of a legend that stands beside its figure as text."""
+    """One entry of a legend that stands beside its figure as text.
 
-    number: int
+    Attributes
+    ----------
+    mark
+        What stands for it in the figure; empty for "other".
+    name, colour, cells
+        Its name, colour and number of kept cells.
+    """
+
+    mark: str
     name: str
     colour: str
     cells: int
@@ -31,7 +39,10 @@ class Category:
 
 @dataclass(frozen=True)
 class Colouring:
-    """Categories of an obs column, most frequent first, and the cells' codes in that order."""
+    """Categories of an obs column, and the cells' codes in that order.
+
+    They are in the column's own order; where there are too many, the most frequent.
+    """
 
     column: str
     categories: list[Category]
@@ -91,7 +102,7 @@ def choose_colourings(
     for place, column in enumerate(names):
         colouring = _colouring(obs[column], kept, str(column), wanted=column == first)
         if colouring is not None:
-            many = colouring.categories[-1].number == 0 and column != first
+            many = not colouring.categories[-1].mark and column != first
             candidates.append((many, place, colouring))
     candidates.sort(key=lambda item: item[:2])
     return [colouring for _, _, colouring in candidates[:limit]]
@@ -116,18 +127,32 @@ def _colouring(
         return None
     n_shown = len(order) if len(order) <= SHOWN_CATEGORIES else SHOWN_CATEGORIES - 1
     names = [str(name) for name in values.cat.categories]
+    chosen = np.sort(order[:n_shown])
+    marks = _marks([names[code] for code in chosen])
     categories = [
-        Category(i + 1, names[code], draw.CATEGORICAL[i], int(cells[code]))
-        for i, code in enumerate(order[:n_shown])
+        Category(mark, names[code], draw.CATEGORICAL[i], int(cells[code]))
+        for i, (mark, code) in enumerate(zip(marks, chosen, strict=True))
     ]
     place = np.full(len(names) + 1, -1, dtype=np.int64)
-    place[order[:n_shown]] = np.arange(n_shown)
+    place[chosen] = np.arange(n_shown)
     if len(order) > n_shown:
         rest = order[n_shown:]
         place[rest] = n_shown
         text = f"{len(rest)} other categories"
-        categories.append(Category(0, text, draw.OTHER, int(cells[rest].sum())))
+        categories.append(Category("", text, draw.OTHER, int(cells[rest].sum())))
     return Colouring(column, categories, place[codes])
+
+
+def _marks(names: list[str]) -> list[str]:
+    """Return what stands for each name in a figure: itself, a number, or a letter.
+
+    A number beside names such as "cluster 3" would be read as one of them.
+    """
+    if all(len(name) <= SHORT and name.isascii() and name.isalnum() for name in names):
+        return names
+    if any(character.isdigit() for name in names for character in name):
+        return [chr(ord("A") + i) for i in range(len(names))]
+    return [str(i + 1) for i in range(len(names))]
 
 
 def components(
@@ -136,7 +161,7 @@ def components(
     colouring: Colouring | None,
     *,
     name: str,
-) -> str:
+) -> tuple[str, bool]:
     """Draw the cells along two components, coloured by category.
 
     Parameters
@@ -149,6 +174,10 @@ def components(
         None: one colour.
     name
         Unique in the page.
+
+    Returns
+    -------
+    The figure, and whether the categories' marks stand in it: only where they lie apart.
     """
     rows = draw.sample(len(X_pca), POINTS)
     points = np.asarray(X_pca[rows][:, list(pair)], dtype=np.float64)
@@ -163,40 +192,56 @@ def components(
             points[:, 0], points[:, 1], s=size, c=colours, linewidths=0, alpha=0.65,
             rasterized=True,
         )  # fmt: skip
-        if colouring is not None:
-            _number_groups(ax, points, colouring.codes[rows], colouring.categories)
+        marked = colouring is not None and _mark_groups(
+            ax, points, colouring.codes[rows], colouring.categories
+        )
         ax.set(xlabel=f"PC{pair[0] + 1}", ylabel=f"PC{pair[1] + 1}")
         draw.number_axis(ax.xaxis)
         draw.number_axis(ax.yaxis)
         ax.grid(visible=False)
         text = f"{words.count(len(rows))} cells by components {pair[0] + 1} and {pair[1] + 1}"
-        return draw.to_svg(figure, name, text)
+        return draw.to_svg(figure, name, text), marked
 
 
-def _number_groups(
+def _mark_groups(
     ax: Any, points: NDArray[Any], codes: NDArray[np.int64], categories: list[Category]
-) -> None:
-    """Put each category's number at its median, where the categories lie apart."""
-    named = [c for c in categories if c.number]
-    if len(named) > NUMBERED_UP_TO or not _lie_apart(points, codes, len(named)):
-        return
+) -> bool:
+    """Put each category's mark at its median, or beside it; tell whether that was done."""
+    named = [(code, c) for code, c in enumerate(categories) if c.mark]
+    if not _lie_apart(points, codes, len(named)):
+        return False
     extent = np.maximum(np.ptp(points, axis=0), 1e-12)
-    placed: list[NDArray[Any]] = []
-    for category in named:
-        mine = points[codes == category.number - 1]
+    taken: list[NDArray[Any]] = []
+    # The largest have their middle to themselves.
+    for code, category in sorted(named, key=lambda item: -item[1].cells):
+        mine = points[codes == code]
         if not len(mine):
             continue
         middle = np.median(mine, axis=0)
-        # The largest come first; a smaller one in the same place would hide their number.
-        if all(np.hypot(*((middle - other) / extent)) > LABEL_DISTANCE for other in placed):
-            placed.append(middle)
-            x, y = middle
-            ax.text(
-                x, y, str(category.number), ha="center", va="center", fontsize=8,
-                fontweight="bold",
-                bbox={"boxstyle": "circle,pad=0.25", "fc": draw.SURFACE, "ec": category.colour,
-                      "lw": 1.6},
-            )  # fmt: skip
+        place = _free_place(middle / extent, taken)
+        taken.append(place)
+        ax.annotate(
+            category.mark, middle, place * extent, ha="center", va="center", fontsize=8,
+            fontweight="bold",
+            bbox={"boxstyle": "circle,pad=0.25", "fc": draw.SURFACE, "ec": category.colour,
+                  "lw": 1.6},
+            arrowprops={"arrowstyle": "-", "color": category.colour, "lw": 1.2},
+        )  # fmt: skip
+    return True
+
+
+def _free_place(middle: NDArray[Any], taken: list[NDArray[Any]]) -> NDArray[Any]:
+    """Return a place for a mark: in the middle, or the nearest one around it that is free."""
+    around = np.linspace(0, 2 * np.pi, 12, endpoint=False)
+    rings = [
+        middle + LABEL_DISTANCE * radius * np.array([np.cos(angle), np.sin(angle)])
+        for radius in (1.1, 1.6, 2.2, 3.0)
+        for angle in around
+    ]
+    for place in (middle, *rings):
+        if all(np.hypot(*(place - other)) > LABEL_DISTANCE for other in taken):
+            return np.asarray(place)
+    return middle
 
 
 def _lie_apart(points: NDArray[Any], codes: NDArray[np.int64], n: int) -> bool:

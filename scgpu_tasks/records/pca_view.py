@@ -49,7 +49,7 @@ def pca_view(
     maps = _maps(obs, kept, pca, batch_key)
     columns = {m["colouring"].column for m in maps if m["colouring"] is not None}
     return {
-        "maps": [m | {"colouring": _legend(m["colouring"])} for m in maps],
+        "maps": [m | {"colouring": _legend(m["colouring"], m["marked"])} for m in maps],
         "has_types": any(_TYPES.search(column) for column in columns),
         "has_batches": any(c == batch_key or _BATCHES.search(c) for c in columns),
         "scree": {
@@ -63,10 +63,15 @@ def pca_view(
     }
 
 
-def _legend(colouring: pca_figures.Colouring | None) -> dict[str, Any] | None:
+def _legend(colouring: pca_figures.Colouring | None, marked: bool) -> dict[str, Any] | None:
     if colouring is None:
         return None
-    return {"categories": [asdict(category) for category in colouring.categories]}
+    entries = [asdict(category) for category in colouring.categories]
+    for entry in entries:
+        # A name that marks itself is not printed twice.
+        if not marked or entry["mark"] == entry["name"]:
+            entry["mark"] = ""
+    return {"categories": entries}
 
 
 def _maps(
@@ -80,7 +85,9 @@ def _maps(
     ]
     shown = [(c, (0, 1)) for c in colourings or [None]]
     if n_comps >= 4 and len(shown) < 3:
-        shown += [(c, (2, 3)) for c in (colourings or [None])[: 3 - len(shown)]]
+        # Types tell more of further components than batches do.
+        further = sorted(colourings, key=lambda c: not (c and _TYPES.search(c.column)))
+        shown += [(c, (2, 3)) for c in (further or [None])[: 3 - len(shown)]]
     n_drawn = min(len(pca.X_pca), pca_figures.POINTS)
     caption = f"{words.count(n_drawn)} of {words.count(len(pca.X_pca))} cells drawn"
     if n_drawn == len(pca.X_pca):
@@ -90,8 +97,9 @@ def _maps(
         title = f"PC{pair[0] + 1} and PC{pair[1] + 1}"
         if colouring is not None:
             title += f" by {colouring.column}"
-        svg = pca_figures.components(pca.X_pca, pair, colouring, name=f"map{number}")
-        maps.append({"title": title, "svg": svg, "colouring": colouring, "caption": caption})
+        svg, marked = pca_figures.components(pca.X_pca, pair, colouring, name=f"map{number}")
+        entry = {"title": title, "svg": svg, "colouring": colouring, "marked": marked}
+        maps.append(entry | {"caption": caption})
     return maps
 
 

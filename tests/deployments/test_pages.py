@@ -102,11 +102,10 @@ def test_the_form_describes_the_parameters_and_starts_a_run(
     store = data / "stores" / "liver.zarr"
     deployment = operator.deployment("atlas-qc/atlas-qc")["id"]
     texts = ("AnnData zarr store to work on.", "Number of principal components.")
-    look(f"deployments/deployment/{deployment}/run", *texts)
+    look(f"deployments/deployment/{deployment}/run", *texts, picture="run-form")
     fields = page.locator("textarea")
     fields.nth(0).fill(str(store))
     fields.nth(1).fill(str(data / "runs"))
-    page.screenshot(path=Path(str(PICTURES)) / "run-form.png")
     page.get_by_role("button", name="Submit").click()
     run = operator.wait_for(
         lambda: operator.runs("atlas-qc"), PATIENCE, "the run that was asked for"

@@ -46,7 +46,8 @@ def test_a_column_with_too_many_categories_comes_last_with_the_rare_ones_as_one(
     sex, cluster = choose(obs)
     assert (sex.column, cluster.column) == ("sex", "cluster")
     shown = cluster.categories
-    assert [c.name for c in shown[:3]] == ["c0", "c1", "c2"]
+    # The fifteen most frequent, in the column's own order.
+    assert [c.name for c in shown[:3]] == ["c0", "c1", "c10"]
     assert shown[-1].name == "25 other categories"
     assert sum(c.cells for c in shown) == len(obs)
     for number, category in enumerate(shown):
@@ -74,7 +75,7 @@ def test_large_atlases_are_drawn_from_the_same_sample_every_time(
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(1_000, 2)).astype(np.float32)
     first = pca_figures.components(scores, (0, 1), None, name="m")
-    assert "100 cells by components 1 and 2" in first
+    assert "100 cells by components 1 and 2" in first[0]
     assert pca_figures.components(scores, (0, 1), None, name="m") == first
     rows = draw.sample(1_000, 100)
     assert len(np.unique(rows)) == 100
@@ -82,16 +83,45 @@ def test_large_atlases_are_drawn_from_the_same_sample_every_time(
 
 
 @pytest.mark.parametrize(("apart", "labels"), [(20.0, 2), (0.0, 0)])
-def test_groups_are_numbered_where_they_lie_apart(apart: float, labels: int) -> None:
+def test_groups_are_marked_where_they_lie_apart(apart: float, labels: int) -> None:
     rng = np.random.default_rng(0)
     codes = np.arange(400) % 2
     scores = rng.normal(size=(400, 2))
     scores[:, 0] += apart * codes
     obs = pd.DataFrame({"type": pd.Categorical.from_codes(codes, ["a", "b"])})
     (colouring,) = choose(obs)
-    svg = pca_figures.components(scores, (0, 1), colouring, name="m")
-    # Only these numbers stand on a filled circle.
+    svg, marked = pca_figures.components(scores, (0, 1), colouring, name="m")
+    assert marked == bool(labels)
+    # Only these marks stand on a filled circle.
     assert svg.count("fill: var(--surface)") == labels
+
+
+def test_groups_in_one_place_are_all_marked() -> None:
+    codes = np.arange(800) % 8
+    scores = np.random.default_rng(0).normal(size=(800, 2)) / 10
+    # Three far away, and five on one spot.
+    scores[codes < 3] += 10 * np.array([[1, 0], [0, 1], [1, 1]])[codes[codes < 3]]
+    obs = pd.DataFrame({"type": pd.Categorical.from_codes(codes, [f"t {i}" for i in range(8)])})
+    (colouring,) = choose(obs)
+    svg, marked = pca_figures.components(scores, (0, 1), colouring, name="m")
+    assert marked
+    assert svg.count("fill: var(--surface)") == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "marks"),
+    [
+        (["0", "1", "10"], ["0", "1", "10"]),
+        (["NK", "B", "T"], ["B", "NK", "T"]),
+        (["B cells", "T cells"], ["1", "2"]),
+        (["cluster 2", "cluster 1"], ["A", "B"]),
+        (["<b>", "x"], ["1", "2"]),
+    ],
+)
+def test_a_mark_is_never_read_as_another_category(given: list[str], marks: list[str]) -> None:
+    (colouring,) = choose(pd.DataFrame({"type": pd.Categorical(given * 4)}))
+    assert [c.mark for c in colouring.categories] == marks
+    assert [c.name for c in colouring.categories] == sorted(given)
 
 
 def test_marks_far_from_the_values_do_not_squeeze_them() -> None:
