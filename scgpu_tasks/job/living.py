@@ -7,7 +7,6 @@ process is gone was killed; of a run on another machine only the mark's age can 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -17,8 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from scgpu_tasks.errors import FormatError
 from scgpu_tasks.job.owner import has_ended, owner
-from scgpu_tasks.records import read_run, write_record
+from scgpu_tasks.records import write_record
+from scgpu_tasks.records.content import load_run
 from scgpu_tasks.records.listing import Record
 from scgpu_tasks.records.run import release_room, write_run
 
@@ -69,7 +70,7 @@ def sweep(out: Path) -> list[dict[str, Any]]:
     for mark in out.glob(f"*/{MARK}"):
         folder = mark.parent
         # Somebody else may sweep, or remove records, at the same moment.
-        with contextlib.suppress(OSError, json.JSONDecodeError):
+        with contextlib.suppress(OSError, FormatError):
             if was_killed(folder):
                 found.append(_close(folder))
     return found
@@ -77,7 +78,7 @@ def sweep(out: Path) -> list[dict[str, Any]]:
 
 def killed_content(folder: Path) -> dict[str, Any]:
     """Content of a killed run's run.json, with how it ended."""
-    run = read_run(folder)
+    run = load_run(folder)
     if run["state"] != "running":
         return run
     last = datetime.fromtimestamp((folder / MARK).stat().st_mtime, UTC).astimezone()
@@ -104,7 +105,7 @@ def as_it_is(record: Record) -> Record:
     """Return a record as `sweep` would leave it, without touching it."""
     if record.run["state"] != "running" or not was_killed(record.folder):
         return record
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, FormatError):
         return replace(record, run=killed_content(record.folder))
     return record
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from scgpu_tasks.errors import OutputError, ParameterError
+from scgpu_tasks.errors import FormatError, OutputError, ParameterError
 from scgpu_tasks.records import words
-from scgpu_tasks.records.run import read_run
+from scgpu_tasks.records.content import load_run
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +91,12 @@ def open_record(out: Path, name: str) -> Record:
     ------
     ParameterError
         There is no such record.
+    FormatError
+        Its run.json is not that of a run.
     """
     for folder in (out / name, Path(name)):
-        record = _read(folder)
-        if record is not None:
-            return record
+        with contextlib.suppress(OSError):
+            return _load(folder)
     command = f"scgpu-tasks runs --out {quote(str(out))}"
     msg = f"there is no record {name} in {out}; `{command}` lists them"
     raise ParameterError(msg)
@@ -102,18 +104,16 @@ def open_record(out: Path, name: str) -> Record:
 
 def _read(folder: Path) -> Record | None:
     try:
-        run = read_run(folder)
-        if not {"start", "state", "parameters", "stages", "summary"} <= set(run):
-            return None
-        record = Record(folder, run)
-        str.partition(record.facts()["start"], "T")
+        return _load(folder)
+    except FormatError as error:
+        logger.warning("left out of the list: %s", error)
     except OSError:
-        return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        logger.warning("%s/run.json is no record of a run, and is left out (%s)", folder, why)
-        return None
-    return record
+        pass
+    return None
+
+
+def _load(folder: Path) -> Record:
+    return Record(folder, load_run(folder))
 
 
 def list_text(records: Iterable[Record]) -> str:
@@ -127,7 +127,7 @@ def list_text(records: Iterable[Record]) -> str:
         kept = _DASH
         if f["cells_kept"] is not None:
             share = words.percent(f["cells_kept"], f["cells"])
-            kept = f"{f['cells_kept']:,} of {f['cells']:,} ({share})"
+            kept = f"{words.count(f['cells_kept'])} of {words.count(f['cells'])} ({share})"
         rows.append(
             [
                 f["start"][:16].replace("T", " "),
@@ -231,7 +231,7 @@ def _word(name: str, value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or _DASH
-    if name.endswith("variance_explained"):
+    if name.endswith("variance_explained") and isinstance(value, int | float):
         return words.percent(value)
     if name == "fingerprint":
         return str(value)[:12]
