@@ -248,7 +248,7 @@ def _read_json(files: Files, name: str) -> dict[str, Any] | None:
         return None
     try:
         document = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         msg = f"{name} of {files.path} is not JSON ({error}): {_DAMAGED}"
         raise FormatError(msg) from error
     if not isinstance(document, dict):
@@ -257,6 +257,35 @@ def _read_json(files: Files, name: str) -> dict[str, Any] | None:
         )
         raise FormatError(msg)
     return document
+
+
+def require_documents(files: Files, name: str = "") -> None:
+    """See that zarr can take the metadata of a group, and of all that is in it.
+
+    Raises
+    ------
+    FormatError
+        One document is damaged; it is named, as anndata and zarr do not.
+    """
+    node = read_node(files, name)
+    if node is None:
+        return
+    import zarr
+
+    store = files.zarr_store()
+    try:
+        if node.is_array:
+            zarr.open_array(store, path=name, mode="r")
+        else:
+            zarr.open_group(store, path=name, mode="r", use_consolidated=False)
+    except Exception as error:
+        msg = f"{node.documents[0]} of {files.path} cannot be read ({error}); {_DAMAGED}"
+        raise FormatError(msg) from error
+    finally:
+        store.close()
+    if not node.is_array:
+        for inside in files.folders(name):
+            require_documents(files, f"{name}/{inside}" if name else inside)
 
 
 def find_matrix(files: Files, layer: str | None) -> Node:

@@ -16,7 +16,7 @@ from anndata._io.specs.registry import IORegistryError
 
 from scgpu_tasks.errors import FormatError, MissingPackageError, ParameterError
 from scgpu_tasks.io.arrays import DECODE_ERRORS, REWRITE
-from scgpu_tasks.io.elements import Files, open_files, read_node
+from scgpu_tasks.io.elements import Files, open_files, require_documents
 from scgpu_tasks.io.rows import open_rows
 from scgpu_tasks.io.strings import read_element
 
@@ -133,7 +133,7 @@ def read_table(path: str | os.PathLike[str], name: str) -> pd.DataFrame:
         try:
             root = zarr.open_group(files.zarr_store(), mode="r", use_consolidated=False)
         except DECODE_ERRORS as error:
-            _require_documents(files, "")
+            require_documents(files, "")
             msg = f"{files.path} is not a zarr store: {error}"
             raise FormatError(msg) from error
         return _table(root, name, files)
@@ -143,7 +143,7 @@ def _table(root: zarr.Group, name: str, files: Files) -> pd.DataFrame:
     try:
         table = _read(root, name)
     except (*DECODE_ERRORS, AttributeError, IORegistryError) as error:
-        _require_documents(files, name)
+        require_documents(files, name)
         why = "; ".join([str(error), *getattr(error, "__notes__", ())])
         msg = f"{name} of {files.path} cannot be read ({why}); {REWRITE}"
         raise FormatError(msg) from error
@@ -166,20 +166,6 @@ def _read(root: zarr.Group, name: str) -> Any:
     if isinstance(table, np.ndarray) and table.dtype.names:
         return _from_records(table, root)
     return table
-
-
-def _require_documents(files: Files, name: str) -> None:
-    """See that the metadata of a group, and of what is in it, can be parsed.
-
-    Raises
-    ------
-    FormatError
-        One cannot; it is named, as anndata and zarr do not.
-    """
-    node = read_node(files, name)
-    if name and node is not None and not node.is_array:
-        for inside in files.folders(name):
-            _require_documents(files, f"{name}/{inside}")
 
 
 def _from_records(records: np.ndarray, root: zarr.Group) -> pd.DataFrame:

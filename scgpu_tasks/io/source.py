@@ -19,6 +19,8 @@ from zarr.abc.store import Store
 from zarr.storage import FsspecStore, LocalStore, ZipStore
 
 from scgpu_tasks.errors import FormatError, MissingPackageError, ScgpuError, StoreError
+from scgpu_tasks.io.arrays import DECODE_ERRORS
+from scgpu_tasks.io.elements import open_files, require_documents
 
 Node = h5py.Group | h5py.Dataset | zarr.Group | zarr.Array
 _EXTRA_PACKAGES = {
@@ -76,8 +78,10 @@ class Source:
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
+        if isinstance(error, Exception) and not isinstance(error, ScgpuError):
+            name_damage(self.path, error)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -114,7 +118,12 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     """
     text = absolute(path)
     source = _open_url(text) if is_url(text) else _open_local(Path(text))
-    if "obs" not in source.root or "var" not in source.root:
+    try:
+        complete = "obs" in source.root and "var" in source.root
+    except BaseException as error:
+        source.__exit__(type(error), error, None)
+        raise
+    if not complete:
         source.close()
         msg = f"{text} holds no AnnData: it has no obs and var (found {_names(source.root)})"
         raise FormatError(msg)
@@ -157,10 +166,41 @@ def _open_zarr(path: str, store: Store, what: str) -> Source:
     try:
         root = zarr.open_group(store, mode="r")
     except (FileNotFoundError, KeyError) as error:
+        name_damage(path, error)
         msg = f"{path} is not a zarr group: no zarr.json, .zgroup or .zmetadata at its top"
+        raise FormatError(msg) from error
+    except PermissionError:
+        raise
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror or error})"
+        raise StoreError(msg) from error
+    except (*DECODE_ERRORS, AttributeError) as error:
+        name_damage(path, error)
+        msg = (
+            f"{path} has damaged consolidated metadata, in its zarr.json or .zmetadata "
+            f"({error}); run zarr.consolidate_metadata on it, or copy it again from where it "
+            "came from"
+        )
         raise FormatError(msg) from error
     form = f"zarr v{root.metadata.zarr_format} {what}"
     return Source(path, "zarr", form, root, (store,))
+
+
+def name_damage(path: str, error: Exception) -> None:
+    """Find the metadata document that makes a local zarr store unreadable.
+
+    Raises
+    ------
+    FormatError
+        There is one; `error` says what is wrong, but not in which file.
+    """
+    if is_url(path) or h5py.is_hdf5(path):
+        return
+    files = open_files(path)
+    try:
+        require_documents(files)
+    except FormatError as found:
+        raise found from error
 
 
 @contextmanager
