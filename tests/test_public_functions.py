@@ -142,3 +142,25 @@ def test_a_matrix_left_in_a_file_is_refused_with_advice(adata, tmp_path):
     with pytest.raises(FormatError, match="read_lazy"):
         qc.calculate_qc_metrics(backed)
     backed.file.close()
+
+
+@pytest.mark.parametrize("shape", [(0, 30), (0, 0)])
+@pytest.mark.parametrize("form", [np.asarray, sp.csr_matrix, da.from_array])
+def test_no_cells_at_all_are_too_few_whatever_holds_x(shape, form):
+    adata = ad.AnnData(form(np.zeros(shape, np.float32)))
+    with pytest.raises(ParameterError, match="n_comps=2 components need as many cells, but 0"):
+        pca.pca(adata, n_comps=2, mask_var=None)
+
+
+def test_chunks_of_a_dask_array_without_rows_change_nothing():
+    counts = np.random.default_rng(0).poisson(1, (60, 20)).astype(np.float32)
+    x = da.from_array(counts, chunks=(20, 20))
+    some = x.map_blocks(
+        lambda block, block_id: block[: 0 if block_id[0] == 1 else None],
+        chunks=((20, 0, 20), (20,)),
+        dtype=x.dtype,
+    )
+    first, second = ad.AnnData(np.delete(counts, range(20, 40), axis=0)), ad.AnnData(some)
+    for adata in (first, second):
+        pca.pca(adata, n_comps=2, mask_var=None)
+    np.testing.assert_allclose(first.obsm["X_pca"], second.obsm["X_pca"], rtol=1e-5)

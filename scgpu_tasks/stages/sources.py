@@ -61,7 +61,7 @@ class _SparseBlock:
 
 
 class DaskBlocks:
-    """Row blocks of a Dask array, one for each of its chunks."""
+    """Row blocks of a Dask array, one for each of its chunks that has rows."""
 
     any_rows = False
 
@@ -78,8 +78,11 @@ class DaskBlocks:
             )
             raise FormatError(msg)
         self.shape: tuple[int, int] = array.shape
-        self.bounds = np.concatenate([[0], np.cumsum(array.chunks[0])]).astype(np.int64)
-        self.blocks = array.to_delayed().ravel()
+        heights = np.array(array.chunks[0], np.int64)
+        # A block is known by its rows: one without any has none to be known by.
+        filled = heights > 0
+        self.bounds = np.concatenate([[0], np.cumsum(heights[filled])]).astype(np.int64)
+        self.blocks = array.to_delayed().ravel()[filled]
 
     def read(self, start: int, stop: int) -> Any:
         """Rows start:stop, which must be one block."""
