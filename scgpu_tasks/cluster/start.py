@@ -236,8 +236,7 @@ def start_cluster(scheduler: str | None = None, **options: Any) -> distributed.C
 
     Returns
     -------
-    distributed.Client
-        The current client, as Dask has it.
+    The current client, as Dask has it.
 
     Raises
     ------

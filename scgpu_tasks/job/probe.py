@@ -20,6 +20,7 @@ from scgpu_tasks.io.rows import RowBlocks, open_rows
 from scgpu_tasks.io.source import Source, encoding, open_source
 from scgpu_tasks.kernels.qc import WHOLE_TOLERANCE
 from scgpu_tasks.specs import HVGSpec, PCASpec, QCSpec
+from scgpu_tasks.stages.gene_sets import find_gene_sets
 from scgpu_tasks.stages.qc_errors import fraction_words
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def probe(
     FormatError
         Not an AnnData store, no such matrix, or a form that cannot be read by rows.
     ParameterError
-        Unknown batch key, more components than cells or genes, or more top genes than genes.
+        Unknown batch key or gene set, more components than cells or genes, or more top genes
+        than genes.
     DataError
         The first cells hold negative values, NaN, or no counts.
     CorruptChunkError
@@ -78,6 +80,7 @@ def probe(
         )
         raise FormatError(msg)
     _require_parameters(store, rows.shape, columns, qc, hvg, pca)
+    find_gene_sets(var, qc.qc_vars)
     if qc.expect_counts:
         _require_counts(rows, var)
     return {

@@ -229,6 +229,11 @@ def variable_view(genes: pd.DataFrame) -> dict[str, Any] | None:
         f"{words.count(len(chosen))} of {words.count(len(kept))} kept genes vary more between "
         "cells than genes of their mean do; the components are made from them."
     )
+    if len(chosen) == len(kept):
+        caption = (
+            f"All {words.count(len(kept))} kept genes were chosen, as no more were asked for: "
+            "the components are made from every one, also those that vary little."
+        )
     return {"svg": svg, "caption": caption, "names": [str(name) for name in names]}
 
 

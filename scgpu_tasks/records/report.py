@@ -143,7 +143,7 @@ def _store_tiles(run: Mapping[str, Any]) -> list[dict[str, str]]:
         return []
     label = "counts on disk"
     if store.get("nnz"):
-        label += f", {words.count(store['nnz'])} non-zeros"
+        label += f", {words.count(store['nnz'])} non\N{NON-BREAKING HYPHEN}zeros"
     return [{"value": words.size(store["stored_bytes"]), "label": label}]
 
 

@@ -2,11 +2,12 @@
 
 Needs Chromium and Playwright (``pip install playwright``), so it runs where it is asked for:
 ``SCGPU_TEST_PAGES=FOLDER pytest tests/deployments/test_pages.py``, which leaves its pictures in
-FOLDER.
+FOLDER. ``SCGPU_TEST_DATA=/srv/atlases`` makes the atlases there: their paths stand in pictures.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -31,7 +32,9 @@ WAIT_MS = 90_000
 @pytest.fixture(scope="module")
 def data() -> Iterator[Path]:
     """Folder of two atlases and a damaged one, with a name that may stand in pictures."""
-    with tempfile.TemporaryDirectory(prefix="atlases-") as name:
+    with contextlib.ExitStack() as stack:
+        named = os.environ.get("SCGPU_TEST_DATA")
+        name = named or stack.enter_context(tempfile.TemporaryDirectory(prefix="atlases-"))
         folder = Path(name) / "incoming"
         shutil.copy(write_demo(folder / "liver.h5ad"), folder / "lung.h5ad")
         (folder / "kidney.h5ad").write_bytes(b"\x89HDF\r\n\x1a\n cut short")

@@ -381,6 +381,46 @@ def test_a_damaged_chunk_of_the_source_is_named(tmp_path: Path, form: str) -> No
     assert not (tmp_path / "b.zarr").exists()
 
 
+@pytest.mark.parametrize("form", ["zarr v2", "zarr v3", "converted"])
+@pytest.mark.parametrize(
+    ("array", "found"),
+    [
+        ("X/data", "values would read as zeros"),
+        ("X/indices", "the file is missing"),
+        ("raw/X/data", "values would read as zeros"),
+        ("obs/_index", "names would read as empty"),
+    ],
+)
+def test_a_file_that_the_source_has_lost_is_named(
+    tmp_path: Path, form: str, array: str, found: str
+) -> None:
+    path, target = tmp_path / "a.zarr", tmp_path / "b.zarr"
+    write(atlas(), path, form.replace("converted", "zarr v3"), 1)
+    if form == "converted":
+        path, found = tmp_path / "c.zarr", "the converter wrote this file"
+        convert_zarr(tmp_path / "a.zarr", path)
+    folder = path / array
+    if not any((folder / name).exists() for name in ("0", "c")):
+        folder /= "values"
+    chunk = next(p for p in sorted(folder.rglob("*")) if p.is_file() and p.name.isdigit())
+    chunk.unlink()
+    with pytest.raises(CorruptChunkError, match=found) as caught:
+        convert_zarr(path, target)
+    assert path / caught.value.array / caught.value.shard == chunk
+    assert not target.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_an_array_that_was_removed_from_a_converted_store_is_not_missed(tmp_path: Path) -> None:
+    path = tmp_path / "a.zarr"
+    write(atlas(), tmp_path / "source.zarr", "zarr v3", 1)
+    convert_zarr(tmp_path / "source.zarr", path)
+    shutil.rmtree(path / "raw")
+    zarr.consolidate_metadata(path)
+    convert_zarr(path, tmp_path / "b.zarr")
+    assert_same(read(path), read(tmp_path / "b.zarr"))
+
+
 def test_a_write_that_went_wrong_is_found_by_reading_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,11 @@ def flip(path, at):
     path.write_bytes(raw)
 
 
+def test_an_unknown_gene_set_is_refused(small_store):
+    with pytest.raises(ParameterError, match="no_such_set"):
+        probe(str(small_store), QCSpec(qc_vars=("mt", "no_such_set")), *SPECS[1:])
+
+
 def test_damage_of_a_zarr_source_is_told_with_array_shard_and_chunk(small_store, tmp_path):
     source = shutil.copytree(small_store, tmp_path / "a.zarr")
     flip(source / "X" / "data" / "c" / "0", 40)

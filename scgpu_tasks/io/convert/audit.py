@@ -131,6 +131,7 @@ def require_untouched(store: str, src: str) -> None:
     if not is_untouched(store, src):
         msg = (
             f"{store} exists, and was not converted from {src}, or was changed since; choose "
-            "another name, or allow overwriting it with all that is in it (--overwrite)"
+            "another name, or allow overwriting it with all that is in it (overwrite=True, "
+            "--overwrite)"
         )
         raise OutputError(msg)

@@ -20,6 +20,7 @@ from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c, write_er
 from scgpu_tasks.io.convert.manifest import read_manifest, write_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
+from scgpu_tasks.io.convert.presence import require_files
 from scgpu_tasks.io.convert.progress import Job, Meter, Progress, all_jobs
 from scgpu_tasks.io.convert.remote import RemoteFolder
 from scgpu_tasks.io.convert.runner import Runner
@@ -218,6 +219,7 @@ class _Conversion:
             Task(source.path, str(work.root), spec, verify, self.stamp), source
         )
         self.values = self.worker.values
+        require_files(self.values)
         check_matrices(self.values)
 
     @property

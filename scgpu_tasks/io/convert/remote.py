@@ -60,7 +60,8 @@ class RemoteFolder(WorkFolder):
             raise ParameterError(msg)
         if self._fs.exists(f"{self._path}/{_ROOT}") and not overwrite:
             msg = (
-                f"{self.url} exists; choose another name, or allow overwriting it (--overwrite)"
+                f"{self.url} exists; choose another name, or allow overwriting it "
+                "(overwrite=True, --overwrite)"
             )
             raise OutputError(msg)
 

@@ -347,7 +347,10 @@ def check_places(src: str, dst: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(dst):
         return
     if not overwrite:
-        msg = f"{dst} exists; choose another name, or allow overwriting it (--overwrite)"
+        msg = (
+            f"{dst} exists; choose another name, or allow overwriting it (overwrite=True, "
+            "--overwrite)"
+        )
         raise OutputError(msg)
     if not any((dst / name).exists() for name in ("zarr.json", ".zgroup", ".zmetadata")):
         msg = f"{dst} exists and is no zarr store; it is not going to be overwritten"
