@@ -178,7 +178,7 @@ def pca_parts(pca: PCAResult, view: Mapping[str, Any] | None = None) -> list[Par
         figures.append(
             {
                 "title": "PC1 and PC2",
-                "svg": pca_figures.components(pca.X_pca, (0, 1), None, name="page-map"),
+                "svg": pca_figures.components(pca.X_pca, (0, 1), None, name="page-map")[0],
                 "caption": f"{shown:,} of {len(pca.X_pca):,} cells drawn.",
             }
         )

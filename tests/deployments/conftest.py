@@ -112,7 +112,12 @@ class Operator:
 
     def api(self, path: str, body: Any) -> Any:
         """Ask the server."""
-        answer = httpx.post(f"{self.ui}/api/{path}", json=body, auth=AUTH, timeout=30)
+        for _ in range(10):
+            answer = httpx.post(f"{self.ui}/api/{path}", json=body, auth=AUTH, timeout=30)
+            # SQLite was busy with something else.
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            time.sleep(1)
         answer.raise_for_status()
         return answer.json() if answer.content else None
 

@@ -20,8 +20,8 @@ from scgpu_tasks.io.convert.manifest import manifest_path, read_manifest
 from scgpu_tasks.io.convert.plan import SparseItem
 from scgpu_tasks.io.convert.values import Values
 
-# So few stored values may well all be zeros, or in the first column.
-_FEW = 64
+# So few stored values may well all be zeros; so few, repeated, all in the first column.
+_FEW, _FEW_PLACES = 64, 1024
 _REMEDY = "copy the source again from where it came from"
 
 
@@ -79,7 +79,7 @@ def _require_matrix(values: Values, item: SparseItem) -> None:
         raise _lost(data, key, found)
     for key, start, stop in missing_files(indices):
         # A chunk of zeros may be left out. Zero is the first gene, which a row has once.
-        if stop - start <= _FEW:
+        if stop - start <= _FEW_PLACES or item.minor == 1:
             continue
         indptr = values.reader(f"{item.source}/indptr")(0, item.major + 1)
         if np.diff(np.clip(indptr.astype(np.int64), start, stop)).max(initial=0) > 1:
