@@ -17,11 +17,12 @@ from scgpu_tasks.io.rows import RowBlocks
 
 def write(path: Path, x: Any, **kwargs: Any) -> Path:
     """Write X as anndata does."""
-    ad.settings.zarr_write_format = kwargs.pop("zarr_format", 3)
+    zarr_format = kwargs.pop("zarr_format", 3)
     adata = ad.AnnData(x, **kwargs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adata.write_zarr(path)
+        with ad.settings.override(zarr_write_format=zarr_format):
+            adata.write_zarr(path)
     return path
 
 
