@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from scgpu_tasks import __version__
@@ -64,6 +65,7 @@ def connect(
     if scheduler.startswith("tls://"):
         _require_certificates(security)
     try:
+        _require_answer(scheduler, security, timeout)
         client = distributed.Client(scheduler, security=security, timeout=timeout, **options)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         msg = (
@@ -83,6 +85,35 @@ def connect(
         client.close()
         raise
     return client
+
+
+def _require_answer(
+    scheduler: str, security: distributed.Security | None, timeout: float
+) -> None:
+    """Greet a scheduler; Dask waits for ever for one that lets it in and says nothing."""
+    import dask
+    import distributed
+    from distributed.comm import connect as greet
+
+    if security is None and dask.config.get("distributed.client.security-loader", None):
+        return  # Certificates of which only the client knows.
+    tls = (security or distributed.Security()).get_connection_args("client")
+
+    async def ask() -> None:
+        async with asyncio.timeout(timeout):
+            comm = await greet(scheduler, timeout=timeout, **tls)
+            await comm.close()
+
+    def wait() -> None:
+        try:
+            asyncio.run(ask())
+        except TimeoutError:
+            msg = f"no answer within {timeout:g} s"
+            raise TimeoutError(msg) from None
+
+    # In a thread: the caller may have an event loop of its own, as notebooks do.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(wait).result()
 
 
 def _require_certificates(security: distributed.Security | None) -> None:

@@ -172,6 +172,15 @@ def test_an_address_where_nobody_answers_is_refused_quickly():
     assert time.monotonic() - start < 10
 
 
+def test_a_scheduler_that_lets_in_and_says_nothing_is_refused_in_time():
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=rf"answers at {address} \(no answer within 2 s"):
+            start_cluster(scheduler=address, timeout=2)
+
+
 @pytest.mark.parametrize("option", ["scheduler_port", "dashboard_address"])
 def test_a_taken_port_is_refused_naming_the_option_and_leaves_no_process(option):
     before = set(children_of(os.getpid()))

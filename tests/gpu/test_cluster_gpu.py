@@ -427,10 +427,9 @@ def _address(file: Path) -> str:
 
 
 def test_nothing_is_left_on_the_gpu_after_a_cluster_is_closed(
-    started: tuple[Any, list[str]], before: dict[str, int], atlas: Any
+    client: Any, before: dict[str, int], atlas: Any
 ) -> None:
     """Last in this file: closes the cluster that the others share."""
-    client = started[0]
     both(atlas)
     held = used()
     assert any(held[name] > before[name] + SPARE for name in held)

@@ -1,3 +1,4 @@
+import logging
 import threading
 import time
 
@@ -93,7 +94,10 @@ def test_what_cannot_be_shown_is_a_warning_and_no_failure(caplog):
     def fail(page):
         raise ConnectionError("no server")
 
-    with Monitor(Page(), ProgressBars(enabled=False)) as monitor:
+    with (
+        caplog.at_level(logging.WARNING),
+        Monitor(Page(), ProgressBars(enabled=False)) as monitor,
+    ):
         monitor.show("qc", fail)
     assert "qc could not be shown" in caplog.text
 
