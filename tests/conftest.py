@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,34 @@ def _no_client_of_others(
     with dask.config.set(scheduler=None):
         yield
     client._current_client.reset(token)
+
+
+# Somebody else's cluster: no event loop of the test's own process is part of it.
+_SCHEDULER = """
+import sys
+from scgpu_tasks.cluster import make_cluster
+with make_cluster("cpu", workers=1, threads=1) as cluster:
+    print(cluster.scheduler_address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def scheduler() -> Iterator[str]:
+    """Address of a running cluster: one worker with one thread."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _SCHEDULER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address.startswith("tcp://")
+        yield address
+        process.stdin.close()
+        process.wait(60)
 
 
 @pytest.fixture(scope="session")

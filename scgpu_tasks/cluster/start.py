@@ -257,13 +257,17 @@ def start_cluster(scheduler: str | None = None, **options: Any) -> distributed.C
     class OwningClient(distributed.Client):
         """Client that takes its cluster down with it."""
 
+        _ended = False
+
         async def _close(self, fast: bool = False) -> None:
             await super()._close(fast=fast)
             await cluster.close()
 
         def close(self, *arguments: Any, **options: Any) -> Any:
             closing = super().close(*arguments, **options)  # type: ignore[no-untyped-call]
-            if closing is None:
+            # Once only: Python's collector closes clients again, in whatever thread it runs.
+            if closing is None and not self._ended:
+                self._ended = True
                 # It is closed; this ends the thread of its event loop.
                 cluster.close()
             return closing

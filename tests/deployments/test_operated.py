@@ -6,7 +6,6 @@ import datetime as dt
 import re
 import signal
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from scgpu_tasks.cluster import start_cluster
 from scgpu_tasks.io.check import check
 from tests.deployments.conftest import PATIENCE, Operator
 
@@ -55,13 +53,6 @@ def incoming(operator: Operator) -> Path:
     deployment = operator.deployment("atlas-convert/atlas-convert")
     operator.api(f"deployments/{deployment['id']}/schedules", [schedule])
     return folder
-
-
-@pytest.fixture(scope="module")
-def scheduler() -> Iterator[str]:
-    """Address of a running cluster: one worker with one thread."""
-    with start_cluster(device="cpu", workers=1, threads=1) as client:
-        yield client.scheduler.address
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A Prefect server, a Dask cluster of one thread, and the flow on both."""
+"""A Prefect server, and the flow on it and on a Dask cluster of one thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from scgpu_tasks.cluster import start_cluster
 from scgpu_tasks.errors import ScgpuError
 
 FLOW = Path(__file__).parents[2] / "flows" / "qc_pca.py"
@@ -49,13 +48,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ),
     ):
         yield PREFECT_API_URL.value()
-
-
-@pytest.fixture(scope="session")
-def scheduler() -> Iterator[str]:
-    """Address of a running cluster: one worker with one thread."""
-    with start_cluster(device="cpu", workers=1, threads=1) as client:
-        yield client.scheduler.address
 
 
 class Runs:

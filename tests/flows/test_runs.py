@@ -2,9 +2,11 @@ import ast
 import json
 import subprocess
 import sys
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import anndata as ad
+import psutil
 import pytest
 
 from .conftest import FLOW, SMALL
@@ -127,8 +129,8 @@ def test_two_runs_at_once_on_one_store_both_complete(shell_with_server, small_st
 
 
 def test_the_flow_starts_and_closes_a_cluster_of_its_own(runs, small_store):
-    import psutil
-
+    # It stays for as long as this process.
+    resource_tracker.ensure_running()
     before = set(psutil.Process().children(recursive=True))
     runs.scheduler = None
     record = runs.run(small_store, workers=1)
