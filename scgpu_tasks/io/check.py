@@ -17,6 +17,7 @@ from scgpu_tasks.io.convert.layout import CHUNK_BYTES, index_dtype
 from scgpu_tasks.io.convert.plan import SPARSE
 from scgpu_tasks.io.layout import ArrayLayout, Refusal, analyse_array, refuse_store
 from scgpu_tasks.io.machine import Machine, inspect_machine
+from scgpu_tasks.io.presence import lost_names, missing_files
 from scgpu_tasks.io.source import encoding, open_source
 
 _MATRICES = ("X", "raw", "layers", "obsm", "varm", "obsp", "varp")
@@ -24,6 +25,8 @@ _CONVERT = "convert the store with scgpu-tasks convert"
 # Smaller arrays are read in no time however they are stored.
 _SMALL = 4 * 1024 * 1024
 _FEW_FILES = 256
+_FEW_PLACES = 1024
+_RESTORE = "write the store again from its source, or restore them from a copy"
 _CHUNKS = (64 * 1024, 2 * 1024 * 1024)
 
 
@@ -213,6 +216,11 @@ def _of_store(root: Any, form: str) -> Iterator[Finding]:
         local = isinstance(root.store, LocalStore)
         what = "no consolidated metadata: opening it reads one file an array"
         yield Finding("", what, "run zarr.consolidate_metadata on it", slow=not local)
+    for table in ("obs", "var"):
+        lost = lost_names(root, table) if type(root.store) is LocalStore else None
+        if lost is not None:
+            what = f"lost the file {lost[1]}, so reading refuses it"
+            yield Finding(lost[0].path, what, _RESTORE, refused=True)
 
 
 def _elements(root: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -245,7 +253,7 @@ def _of_element(where: str, node: Any) -> tuple[list[Finding], list[ArrayReport]
         findings.append(Finding(where, what, remedy, refused=True))
     for name in ("data", "indices", "indptr"):
         found, reports = _of_array(f"{where}/{name}", node[name])
-        findings += found
+        findings += [*_lost(f"{where}/{name}", node[name]), *found]
         arrays += reports
     shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
     best = index_dtype(int(shape[1 - SPARSE[kind]]))
@@ -254,6 +262,20 @@ def _of_element(where: str, node: Any) -> tuple[list[Finding], list[ArrayReport]
         what = f"{indices.dtype} where {best} holds every index: more bytes to decode"
         findings.append(Finding(f"{where}/indices", what, _CONVERT, slow=False))
     return findings, arrays
+
+
+def _lost(where: str, array: Any) -> Iterator[Finding]:
+    """Tell of files that are not there, where zarr would read zeros."""
+    if isinstance(array, h5py.Dataset) or type(array.store) is not LocalStore:
+        return
+    # A few column numbers, or the first places of rows, may all be zero: zarr leaves them out.
+    few = 0 if where.endswith("/data") else _FEW_PLACES
+    gone = [key for key, start, stop in missing_files(array) if stop - start > few]
+    if gone:
+        which = (
+            f"the file {gone[0]}" if len(gone) == 1 else f"{len(gone)} files from {gone[0]} on"
+        )
+        yield Finding(where, f"lost {which}, so reading refuses it", _RESTORE, refused=True)
 
 
 def _of_array(where: str, node: Any) -> tuple[list[Finding], list[ArrayReport]]:

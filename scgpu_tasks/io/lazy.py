@@ -14,9 +14,15 @@ import pandas as pd
 import zarr
 from anndata._io.specs.registry import IORegistryError
 
-from scgpu_tasks.errors import FormatError, MissingPackageError, ParameterError
+from scgpu_tasks.errors import (
+    CorruptChunkError,
+    FormatError,
+    MissingPackageError,
+    ParameterError,
+)
 from scgpu_tasks.io.arrays import DECODE_ERRORS, REWRITE
-from scgpu_tasks.io.elements import Files, open_files, require_documents
+from scgpu_tasks.io.elements import Files, FolderFiles, open_files, require_documents
+from scgpu_tasks.io.presence import require_names, require_written
 from scgpu_tasks.io.rows import open_rows
 from scgpu_tasks.io.strings import read_element
 
@@ -66,7 +72,8 @@ def read_lazy(
     FormatError
         It is not an AnnData zarr store; X is missing, CSC, or does not fit obs and var.
     CorruptChunkError
-        ``indptr`` of a matrix cannot be decoded.
+        ``indptr`` of a matrix cannot be decoded; a file of the names, or one of obs or var that
+        `convert_zarr` wrote, is missing.
     ParameterError
         A parameter is out of range.
     MissingPackageError
@@ -122,6 +129,8 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[pd.DataFrame, pd.DataFram
         There is no such store.
     FormatError
         One of them is missing, is no table, or cannot be read.
+    CorruptChunkError
+        A file of the names, or one that `convert_zarr` wrote, is missing.
     """
     return read_table(path, "obs"), read_table(path, "var")
 
@@ -141,7 +150,12 @@ def read_table(path: str | os.PathLike[str], name: str) -> pd.DataFrame:
 
 def _table(root: zarr.Group, name: str, files: Files) -> pd.DataFrame:
     try:
+        if isinstance(files, FolderFiles):
+            require_written(files.path, f"{name}/", remedy=REWRITE)
+            require_names(root, name, remedy=REWRITE)
         table = _read(root, name)
+    except CorruptChunkError:
+        raise
     except (*DECODE_ERRORS, AttributeError, IORegistryError) as error:
         require_documents(files, name)
         why = "; ".join([str(error), *getattr(error, "__notes__", ())])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -80,6 +81,27 @@ def test_what_cannot_be_read_at_all_is_told_from_what_is_slow(tmp_path: Path) ->
     text = str(check(store(tmp_path / "a.zarr", chunks=(NNZ,), form="csc")))
     assert re.search(r"refused +X: stored by columns", text), text
     assert re.search(r"slow +X/data: chunks of", text), text
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [
+        (["X/data/c/3"], "X/data: lost the file c/3, so reading refuses it; .* from a copy"),
+        (["X/indices/c/1", "X/indices/c/2"], "X/indices: lost 2 files from c/1 on"),
+        (["X/indptr/c/0"], "X/indptr: lost the file c/0"),
+        (["var/_index/values/c/0"], "var/_index/values: lost the file c/0"),
+    ],
+    ids=["values", "column numbers", "places of rows", "names"],
+)
+def test_files_that_are_not_there_are_told(
+    small_store: Path, tmp_path: Path, lost: list[str], expected: str
+) -> None:
+    path = Path(shutil.copytree(small_store, tmp_path / "a.zarr"))
+    for name in lost:
+        (path / name).unlink()
+    report = check(path)
+    assert not report.ok
+    assert re.search(f"refused +{expected}", str(report)), str(report)
 
 
 def test_wide_indices_and_missing_consolidation_are_advice(tmp_path: Path) -> None:

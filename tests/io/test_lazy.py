@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import scanpy as sc
 import scipy.sparse as sp
 import zarr
 
-from scgpu_tasks.errors import FormatError, MissingPackageError, ParameterError
+from scgpu_tasks.errors import (
+    CorruptChunkError,
+    FormatError,
+    MissingPackageError,
+    ParameterError,
+)
+from scgpu_tasks.io.convert import convert_zarr
 from scgpu_tasks.io.lazy import read_lazy, read_tables
 from tests.io.stores import sample, write
 
@@ -186,3 +193,27 @@ def test_the_package_offers_it_by_name() -> None:
     assert scgpu_tasks.io.read_lazy is read_lazy
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         scgpu_tasks.io.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("table", ["obs", "var"])
+def test_a_table_that_has_lost_its_names_is_refused(
+    small_store: Path, tmp_path: Path, table: str
+) -> None:
+    store = Path(shutil.copytree(small_store, tmp_path / "a.zarr"))
+    (lost,) = (store / table / "_index" / "values" / "c").iterdir()
+    lost.unlink()
+    with pytest.raises(CorruptChunkError, match="names would read as empty") as caught:
+        read_lazy(store, device="cpu")
+    assert f"array {table}/_index/values, shard c/0" in str(caught.value)
+
+
+def test_a_file_of_a_column_that_the_converter_wrote_is_missed(
+    small_store: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "a.zarr"
+    convert_zarr(small_store, store)
+    read_tables(store)
+    (store / "obs" / "batch" / "codes" / "c" / "0").unlink()
+    with pytest.raises(CorruptChunkError, match="the converter wrote this file") as caught:
+        read_lazy(store, device="cpu")
+    assert "array obs/batch/codes, shard c/0" in str(caught.value)

@@ -17,7 +17,6 @@ from scgpu_tasks.errors import ScgpuError, StoreError
 from scgpu_tasks.io.convert import elements
 from scgpu_tasks.io.convert.audit import file_sums, list_files, require_untouched
 from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c, write_error
-from scgpu_tasks.io.convert.manifest import read_manifest, write_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
 from scgpu_tasks.io.convert.presence import require_files
@@ -27,6 +26,7 @@ from scgpu_tasks.io.convert.runner import Runner
 from scgpu_tasks.io.convert.space import check_space, scratch_notes
 from scgpu_tasks.io.convert.work import WorkFolder, remove
 from scgpu_tasks.io.convert.worker import Task, Worker
+from scgpu_tasks.io.manifest import read_manifest, write_manifest
 from scgpu_tasks.io.source import (
     Source,
     absolute,

@@ -11,10 +11,10 @@ from typing import Any
 
 from scgpu_tasks.errors import ParameterError, StoreError
 from scgpu_tasks.io.convert.convert import ConvertResult, convert_zarr, is_current
-from scgpu_tasks.io.convert.manifest import read_manifest
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.progress import Progress
 from scgpu_tasks.io.convert.work import SUFFIX, clear_finished
+from scgpu_tasks.io.manifest import read_manifest
 from scgpu_tasks.io.source import absolute, is_url
 
 _SUFFIXES = (".h5ad", ".zarr", ".zip")
