@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from scgpu_tasks.cluster import gpus
 from scgpu_tasks.cluster.adopt import connect
 from scgpu_tasks.cluster.checks import (
     LOOPBACK,
-    last_line,
     refuse_child,
     refuse_unguarded_main,
     require_free_port,
@@ -31,8 +25,9 @@ from scgpu_tasks.cluster.checks import (
     resolve_security,
     split_address,
 )
+from scgpu_tasks.cluster.launch import block_interrupts, launch
 from scgpu_tasks.cluster.plan import MAX_GPU_SHARE, ClusterPlan, plan_cluster, resolve_device
-from scgpu_tasks.errors import ClusterError, ParameterError, ScgpuError
+from scgpu_tasks.errors import ParameterError, ScgpuError
 
 if TYPE_CHECKING:
     import distributed
@@ -41,16 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKER_PRELOAD = "scgpu_tasks.cluster.workers"
-# Dask's own default is to wait for a worker for ever.
-NO_WORKERS_SECONDS = 300
-# Dask looks for a worker that died 15 s later, and gives it up for good if it is not there just
-# then: on a busy machine it may still be starting, or be starting again. Nannies never give up.
-LOST_WORKER_SECONDS = 365 * 24 * 3600
-# So long an interrupted start is waited for, to be closed; then its processes are ended.
-_INTERRUPTED_SECONDS = 15.0
-# For mallopt(3). 32 MiB is the most that it takes for the first.
-WORKER_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": 32 * 2**20, "MALLOC_TOP_PAD_": 64 * 2**20}
-
 # Options and cluster of the last `prestart`, until somebody takes it.
 _prestarted: tuple[dict[str, Any], Future[Cluster]] | None = None
 
@@ -143,7 +128,7 @@ def make_cluster(
     }
     if plan.device == "gpu":
         settings |= _gpu_settings(plan, managed_memory=managed_memory)
-    cluster = _start(plan, settings, timeout)
+    cluster = launch(plan, settings, timeout)
     logger.info("Dask cluster at %s: %s", cluster.scheduler_address, plan)
     return cluster
 
@@ -180,7 +165,7 @@ def prestart(**options: Any) -> Callable[[], None]:
     """
     global _prestarted
     pool = ThreadPoolExecutor(
-        1, thread_name_prefix="scgpu-cluster", initializer=_block_interrupts
+        1, thread_name_prefix="scgpu-cluster", initializer=block_interrupts
     )
     mine = _prestarted = (options, pool.submit(make_cluster, **options))
     pool.shutdown(wait=False)
@@ -191,16 +176,6 @@ def prestart(**options: Any) -> Callable[[], None]:
                 mine[1].result().close()
 
     return discard
-
-
-def _block_interrupts() -> None:
-    """Keep Ctrl-C from processes that this thread and its threads start.
-
-    They inherit its signal mask, and so are deaf to it before they load `WORKER_PRELOAD`.
-    """
-    # It unblocks the signal in the thread that starts it, which is that of the first process.
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def ready_cluster(**options: Any) -> Cluster:
@@ -276,130 +251,6 @@ def start_cluster(scheduler: str | None = None, **options: Any) -> distributed.C
     return client
 
 
-def _start(plan: ClusterPlan, settings: dict[str, Any], timeout: float) -> Cluster:
-    import dask
-
-    # Before its settings are changed: it adds its own, which would go with the change.
-    import distributed  # noqa: F401
-
-    dask.config.update_defaults(
-        {"distributed": {"deploy": {"lost-worker-timeout": f"{LOST_WORKER_SECONDS}s"}}}
-    )
-    # Nannies and workers are children of this process and inherit its environment; they are
-    # as quiet as it is.
-    with (
-        dask.config.set(
-            {
-                "distributed.comm.timeouts.connect": f"{timeout:.0f}s",
-                "distributed.scheduler.no-workers-timeout": f"{NO_WORKERS_SECONDS}s",
-            }
-            | _allocator_settings()
-        ),
-        _quiet_environment(),
-    ):
-        starting = _Starting(timeout)
-        try:
-            cluster = _whole_or_not(lambda: _cluster_class(plan)(**settings))
-        except (OSError, RuntimeError, ValueError, TypeError) as error:
-            starting.end()
-            raise ClusterError(_why_not(plan, error, starting)) from error
-        except BaseException:
-            starting.end()
-            raise
-        finally:
-            starting.done()
-    return cluster
-
-
-def _whole_or_not(make: Callable[[], Cluster]) -> Cluster:
-    """Make a cluster in a thread of its own, so that Ctrl-C finds it and can close it.
-
-    In the main thread it would end the wait only: the event loop went on starting workers of a
-    cluster that nobody has.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return make()
-    pool = ThreadPoolExecutor(
-        1, thread_name_prefix="scgpu-cluster", initializer=_block_interrupts
-    )
-    begun = pool.submit(make)
-    pool.shutdown(wait=False)
-    try:
-        return begun.result()
-    except BaseException:
-        if not begun.done():
-            with contextlib.suppress(Exception):
-                begun.result(_INTERRUPTED_SECONDS).close()
-        raise
-
-
-class _Starting:
-    """The processes that start while a cluster does; ended where it takes them too long.
-
-    Dask would wait for a worker that hangs, in a driver or a module it imports, for ever.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.late = False
-        self._before = set(multiprocessing.active_children())
-        self._timer = threading.Timer(timeout, self._give_up)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _give_up(self) -> None:
-        self.late = True
-        self.end()
-
-    def end(self) -> None:
-        """End them."""
-        started = set(multiprocessing.active_children()) - self._before
-        for process in started:
-            process.kill()
-        for process in started:
-            process.join(5)
-
-    def done(self) -> None:
-        """Watch no longer."""
-        self._timer.cancel()
-
-
-def _why_not(plan: ClusterPlan, error: BaseException, starting: _Starting) -> str:
-    if starting.late:
-        reason = (
-            f"its workers were not up within {starting.timeout:.0f} s; timeout= gives them "
-            "longer, and local_directory= a faster disk than that of the temporary folder"
-        )
-    else:
-        reason = (
-            f"{last_line(error)}. What the workers say of it is above. A script that starts "
-            'one needs `if __name__ == "__main__":` around its work, because every worker '
-            "process imports the script again"
-        )
-    return f"the Dask cluster did not start ({plan}): {reason}"
-
-
-def _allocator_settings() -> dict[str, int]:
-    """Dask's settings that make the C library keep some freed memory for the next chunk.
-
-    Dask's own setting for workers takes effect on memory only; with it, each decoded chunk is
-    mapped anew and its pages are zeroed again, which doubles the processor time of reading.
-    A variable of the same name in the environment comes first, as Dask has it.
-    """
-    environ = "distributed.nanny.pre-spawn-environ"
-    return {f"{environ}.{name}": value for name, value in WORKER_ALLOCATOR.items()}
-
-
-def _cluster_class(plan: ClusterPlan) -> Any:
-    if plan.device == "cpu":
-        from distributed import LocalCluster
-
-        return LocalCluster
-    from dask_cuda import LocalCUDACluster
-
-    return LocalCUDACluster
-
-
 def _gpu_settings(plan: ClusterPlan, *, managed_memory: bool) -> dict[str, Any]:
     gpus.require_driver()
     gpus.require_memory(plan.devices)
@@ -417,17 +268,3 @@ def _gpu_settings(plan: ClusterPlan, *, managed_memory: bool) -> dict[str, Any]:
     first = int(MAX_GPU_SHARE * total)
     first = first if limit is None else min(first, limit)
     return settings | {"rmm_managed_memory": True, "rmm_pool_size": first}
-
-
-@contextlib.contextmanager
-def _quiet_environment() -> Iterator[None]:
-    """Environment of the workers: no log lines below warnings unless the user set it."""
-    name = "DASK_LOGGING__DISTRIBUTED"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "warning"
-    try:
-        yield
-    finally:
-        del os.environ[name]
