@@ -202,4 +202,8 @@ def refreshed(stage: str | None) -> tuple[str, ...]:
 
 def absolute(path: str) -> str:
     """Return a URL as it is, and the absolute path of anything else."""
-    return path if "://" in path else str(Path(path).absolute())
+    if "://" in path:
+        return path
+    full = Path(path).absolute()
+    # Behind a link, only the file system knows where ".." leads.
+    return str(full.resolve() if ".." in full.parts else full)

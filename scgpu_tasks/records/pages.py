@@ -175,10 +175,13 @@ def pca_parts(pca: PCAResult, view: Mapping[str, Any] | None = None) -> list[Par
     ]
     if pca.X_pca.shape[1] >= 2:
         shown = min(len(pca.X_pca), pca_figures.POINTS)
+        svg, _ = pca_figures.components(
+            pca.X_pca, (0, 1), None, name="page-map", variance_ratio=share
+        )
         figures.append(
             {
                 "title": "PC1 and PC2",
-                "svg": pca_figures.components(pca.X_pca, (0, 1), None, name="page-map")[0],
+                "svg": svg,
                 "caption": f"{shown:,} of {len(pca.X_pca):,} cells drawn.",
             }
         )

@@ -161,6 +161,7 @@ def components(
     colouring: Colouring | None,
     *,
     name: str,
+    variance_ratio: NDArray[Any] | None = None,
 ) -> tuple[str, bool]:
     """Draw the cells along two components, coloured by category.
 
@@ -174,6 +175,8 @@ def components(
         None: one colour.
     name
         Unique in the page.
+    variance_ratio
+        Share of each component, for the names of the axes.
 
     Returns
     -------
@@ -195,7 +198,10 @@ def components(
         marked = colouring is not None and _mark_groups(
             ax, points, colouring.codes[rows], colouring.categories
         )
-        ax.set(xlabel=f"PC{pair[0] + 1}", ylabel=f"PC{pair[1] + 1}")
+        names = [f"PC{i + 1}" for i in pair]
+        if variance_ratio is not None:
+            names = [f"PC{i + 1} ({words.percent(float(variance_ratio[i]))})" for i in pair]
+        ax.set(xlabel=names[0], ylabel=names[1])
         draw.number_axis(ax.xaxis)
         draw.number_axis(ax.yaxis)
         ax.grid(visible=False)

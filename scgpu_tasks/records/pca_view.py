@@ -97,7 +97,9 @@ def _maps(
         title = f"PC{pair[0] + 1} and PC{pair[1] + 1}"
         if colouring is not None:
             title += f" by {colouring.column}"
-        svg, marked = pca_figures.components(pca.X_pca, pair, colouring, name=f"map{number}")
+        svg, marked = pca_figures.components(
+            pca.X_pca, pair, colouring, name=f"map{number}", variance_ratio=pca.variance_ratio
+        )
         entry = {"title": title, "svg": svg, "colouring": colouring, "marked": marked}
         maps.append(entry | {"caption": caption})
     return maps

@@ -90,8 +90,13 @@ def test_groups_are_marked_where_they_lie_apart(apart: float, labels: int) -> No
     scores[:, 0] += apart * codes
     obs = pd.DataFrame({"type": pd.Categorical.from_codes(codes, ["a", "b"])})
     (colouring,) = choose(obs)
-    svg, marked = pca_figures.components(scores, (0, 1), colouring, name="m")
+    share = np.array([0.25, 0.0004])
+    svg, marked = pca_figures.components(
+        scores, (0, 1), colouring, name="m", variance_ratio=share
+    )
     assert marked == bool(labels)
+    assert "PC1 (25.0 %)" in svg
+    assert "PC2 (&lt; 0.1 %)" in svg
     # Only these marks stand on a filled circle.
     assert svg.count("fill: var(--surface)") == labels
 
