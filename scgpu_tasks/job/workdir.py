@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scgpu_tasks.errors import OutputError
+from scgpu_tasks.errors import OutputError, write_error
 from scgpu_tasks.job.owner import has_ended, owner
 
 T = TypeVar("T")
@@ -108,8 +108,7 @@ class WorkDir:
             note.write_text("\n".join(keys))
         except OSError as error:
             note.unlink(missing_ok=True)
-            msg = f"cannot write to {folder}: {error.strerror}; make room, or change --work"
-            raise OutputError(msg) from error
+            raise write_error(error, folder) from error
         try:
             yield
         finally:
@@ -148,8 +147,7 @@ class WorkDir:
         try:
             (parent / name).mkdir(parents=True)
         except OSError as error:
-            msg = f"cannot write stage outputs to {parent}: {error.strerror}"
-            raise OutputError(msg) from error
+            raise write_error(error, parent) from error
         draft = Draft(parent / name, stage)
         try:
             yield draft
@@ -220,8 +218,7 @@ class Draft:
             (self.path / MANIFEST).write_text(text)
             found = self._give_name(final, StageFolder(final, self.stage, key, *_texts(text)))
         except OSError as error:
-            msg = f"cannot write the output of stage {self.stage} to {final}: {error.strerror}"
-            raise OutputError(msg) from error
+            raise write_error(error, final) from error
         if found is None:
             msg = f"{final} is being replaced over and over; see what else writes to it"
             raise OutputError(msg)

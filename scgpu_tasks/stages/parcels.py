@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from scgpu_tasks.errors import OutputError
+from scgpu_tasks.errors import write_error
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it
 # Smaller results are quicker on their way than a file is made.
@@ -158,8 +158,7 @@ class FileArray:
         except OSError as error:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
-            msg = f"cannot write {final}: {error.strerror or error}"
-            raise OutputError(msg) from error
+            raise write_error(error, final) from error
         return cls(str(final), str(part), offset, shape, dtype)
 
     def discard(self) -> None:
@@ -180,8 +179,7 @@ class FileArray:
                     done = os.pwrite(file.fileno(), left, at)
                     left, at = left[done:], at + done
         except OSError as error:
-            msg = f"cannot write {self.path}: {error.strerror or error}"
-            raise OutputError(msg) from error
+            raise write_error(error, self.path) from error
         return True
 
     def map(self) -> np.ndarray:
@@ -189,8 +187,7 @@ class FileArray:
         try:
             Path(self.part).replace(self.path)
         except OSError as error:
-            msg = f"cannot write {self.path}: {error.strerror or error}"
-            raise OutputError(msg) from error
+            raise write_error(error, self.path) from error
         return np.load(self.path, mmap_mode="r", allow_pickle=False)
 
 

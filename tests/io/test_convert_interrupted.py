@@ -337,6 +337,26 @@ def test_two_converters_on_one_destination_do_not_meet(tmp_path: Path, source: P
     assert_same(read(source), read(target))
 
 
+@pytest.mark.parametrize("what", ["rewritten", "removed"])
+def test_a_file_that_is_replaced_meanwhile_is_told_from_a_damaged_one(
+    tmp_path: Path, what: str
+) -> None:
+    path, other, target = tmp_path / "a.h5ad", tmp_path / "b.h5ad", tmp_path / "b.zarr"
+    write(atlas(600, 300), path, "h5ad", 1)
+    write(atlas(600, 300, seed=2), other, "h5ad", 1)
+
+    def change(state: Progress) -> None:
+        if state.done_shards == 3 and what == "removed":
+            path.unlink(missing_ok=True)
+        elif state.done_shards == 3:
+            # In place, as h5py does: whoever has it open reads parts of both.
+            path.write_bytes(other.read_bytes())
+
+    with pytest.raises(StoreError, match="changed, or was removed, while it was converted"):
+        convert_zarr(path, target, spec=SPEC, progress=change)
+    assert not target.exists()
+
+
 def test_a_source_that_changes_meanwhile_gives_no_store(tmp_path: Path) -> None:
     path, target = tmp_path / "a.zarr", tmp_path / "b.zarr"
     write(atlas(), path, "zarr v3", 0)
@@ -346,7 +366,7 @@ def test_a_source_that_changes_meanwhile_gives_no_store(tmp_path: Path) -> None:
             array = zarr.open_array(path / "X/data", mode="r+")
             array[:] = np.asarray(array[:]) + 1
 
-    with pytest.raises(StoreError, match="changed while it was converted"):
+    with pytest.raises(StoreError, match="changed, or was removed, while it was converted"):
         convert_zarr(path, target, progress=change, verify=False)
     assert not target.exists()
     convert_zarr(path, target)

@@ -171,5 +171,5 @@ def test_a_file_that_the_disk_has_no_room_for_is_refused_at_once(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(OutputError, match=r"a\.npy: No space left"):
+    with pytest.raises(OutputError, match=r"a\.npy: the disk is full; free some space"):
         FileArray.create(tmp_path / "a.npy", (7, 3), np.float32)

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import zarr
 
 import scgpu_tasks
-from scgpu_tasks.errors import ScgpuError, StoreError
+from scgpu_tasks.errors import CorruptChunkError, ScgpuError, StoreError, write_error
 from scgpu_tasks.io.convert import elements
 from scgpu_tasks.io.convert.audit import file_sums, list_files, require_untouched
-from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c, write_error
+from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
 from scgpu_tasks.io.convert.presence import require_files
@@ -167,6 +167,10 @@ def convert_zarr(
                     require_untouched(target, absolute(src))
                 work.note_end(done | {"shards_reused": done["shards"]})
                 work.publish(overwrite=may)
+        except CorruptChunkError:
+            # Half of an old file and half of a new one is no damage.
+            conversion.require_same_source()
+            raise
         except ScgpuError:
             raise
         except OSError as error:
@@ -235,11 +239,16 @@ class _Conversion:
         }
 
     def require_same_source(self) -> None:
-        """Refuse a source that somebody wrote to meanwhile."""
-        if self.source.stamp() != self.stamp:
+        """Refuse a source that somebody wrote to, or removed, meanwhile."""
+        try:
+            same = self.source.stamp() == self.stamp
+        except FileNotFoundError:
+            same = False
+        if not same:
             msg = (
-                f"{self.source.path} changed while it was converted, so {self.work.target} was "
-                "not made; run the same command again once nobody writes to the source"
+                f"{self.source.path} changed, or was removed, while it was converted, so "
+                f"{self.work.target} was not made; run the same command again once nobody "
+                "writes to the source"
             )
             raise StoreError(msg)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ import google_crc32c
 import numpy as np
 import zstandard
 
-from scgpu_tasks.errors import OutputError
 from scgpu_tasks.io.convert.layout import Layout
 
 PIECE_BYTES = 2 * 1024 * 1024
@@ -216,20 +213,3 @@ def file_crc32c(path: Path) -> tuple[int, str]:
             crc = google_crc32c.extend(crc, block)
             size += len(block)
     return size, f"{crc:08x}"
-
-
-def write_error(error: OSError, path: str | os.PathLike[str]) -> OutputError:
-    """Say why something could not be written, and what to do.
-
-    For errors of the system only: one of ours says so itself, and is not to be its own cause.
-    """
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        why = "the disk is full; free some space"
-    elif error.errno in (errno.EACCES, errno.EPERM):
-        why = "permission denied; give yourself the right to write there"
-    elif error.errno == errno.EROFS:
-        why = "the file system is read-only; make it writable"
-    else:
-        why = f"{error.strerror or error}; remove the cause"
-    msg = f"cannot write {path}: {why}, and run the same command again: it goes on from here"
-    return OutputError(msg)

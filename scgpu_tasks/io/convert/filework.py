@@ -8,8 +8,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from scgpu_tasks.errors import ScgpuError
-from scgpu_tasks.io.convert.encode import FileWriter, write_error
+from scgpu_tasks.errors import ScgpuError, write_error
+from scgpu_tasks.io.convert.encode import FileWriter
 from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.values import Values
 from scgpu_tasks.io.convert.verify import FileCheck
