@@ -126,7 +126,7 @@ def _one_batch(batch: BatchMoments, spec: HVGSpec) -> pd.DataFrame:
         dispersion = np.log(dispersion)
         mean = np.log1p(mean)
     table = pd.DataFrame({"means": mean, "dispersions": dispersion})
-    table["mean_bin"] = _mean_bins(table["means"], spec)
+    table["mean_bin"] = _mean_bins(table["means"], spec, batch.n_cells)
     average, deviation = _bin_statistics(table, spec)
     with np.errstate(divide="ignore", invalid="ignore"):
         table["dispersions_norm"] = (dispersion - average) / deviation
@@ -138,7 +138,7 @@ def _one_batch(batch: BatchMoments, spec: HVGSpec) -> pd.DataFrame:
     return table
 
 
-def _mean_bins(means: pd.Series, spec: HVGSpec) -> np.ndarray:
+def _mean_bins(means: pd.Series, spec: HVGSpec, n_cells: int) -> np.ndarray:
     """Give each gene the number of its bin of mean expression, or -1."""
     if spec.flavor == "seurat":
         return pd.cut(means, bins=spec.n_bins).cat.codes.to_numpy()
@@ -147,8 +147,9 @@ def _mean_bins(means: pd.Series, spec: HVGSpec) -> np.ndarray:
     if len(np.unique(edges)) < len(edges):
         msg = (
             "cell_ranger bins genes by percentiles of their mean, and several percentiles are "
-            f"equal (of {len(means)} genes, {means.nunique()} have different means): filter "
-            "genes by min_cells first, or use flavor='seurat'"
+            f"equal (of {len(means)} genes, {means.nunique()} have different means over the "
+            f"{n_cells:,} cells of this batch, or of all): filter genes by min_cells first, "
+            "leave out batches of few cells, or use flavor='seurat'"
         )
         raise DataError(msg)
     return pd.cut(means, bins=edges).cat.codes.to_numpy()
