@@ -6,9 +6,6 @@ They pickle, because most of them are raised on a Dask worker.
 
 from __future__ import annotations
 
-import errno
-import os
-
 
 class ScgpuError(Exception):
     """Base class of every error that scgpu_tasks raises on purpose."""
@@ -100,20 +97,3 @@ def _corrupt_chunk(
     message: str, place: dict[str, str], chunk: tuple[int, ...] | None
 ) -> CorruptChunkError:
     return CorruptChunkError(message, chunk=chunk, **place)
-
-
-def write_error(error: OSError, path: str | os.PathLike[str]) -> OutputError:
-    """Say why something could not be written, and what to do.
-
-    For errors of the system only: one of ours says so itself, and is not to be its own cause.
-    """
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        why = "the disk is full; free some space"
-    elif error.errno in (errno.EACCES, errno.EPERM):
-        why = "permission denied; give yourself the right to write there"
-    elif error.errno == errno.EROFS:
-        why = "the file system is read-only; make it writable"
-    else:
-        why = f"{error.strerror or error}; remove the cause"
-    msg = f"cannot write {path}: {why}, and run the same command again: it goes on from here"
-    return OutputError(msg)

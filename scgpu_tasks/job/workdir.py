@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scgpu_tasks.errors import OutputError, write_error
+from scgpu_tasks.errors import OutputError
+from scgpu_tasks.io.output import write_error
 from scgpu_tasks.job.owner import has_ended, owner
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from scgpu_tasks.errors import write_error
+from scgpu_tasks.io.output import write_error
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it
 # Smaller results are quicker on their way than a file is made.

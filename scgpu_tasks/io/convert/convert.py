@@ -13,7 +13,7 @@ from typing import Any, Literal
 import zarr
 
 import scgpu_tasks
-from scgpu_tasks.errors import CorruptChunkError, ScgpuError, StoreError, write_error
+from scgpu_tasks.errors import CorruptChunkError, ScgpuError, StoreError
 from scgpu_tasks.io.convert import elements
 from scgpu_tasks.io.convert.audit import file_sums, list_files, require_untouched
 from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c
@@ -27,6 +27,7 @@ from scgpu_tasks.io.convert.space import check_space, scratch_notes
 from scgpu_tasks.io.convert.work import WorkFolder, remove
 from scgpu_tasks.io.convert.worker import Task, Worker
 from scgpu_tasks.io.manifest import read_manifest, write_manifest
+from scgpu_tasks.io.output import write_error
 from scgpu_tasks.io.source import (
     Source,
     absolute,

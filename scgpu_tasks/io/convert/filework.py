@@ -8,11 +8,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from scgpu_tasks.errors import ScgpuError, write_error
+from scgpu_tasks.errors import ScgpuError
 from scgpu_tasks.io.convert.encode import FileWriter
 from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.values import Values
 from scgpu_tasks.io.convert.verify import FileCheck
+from scgpu_tasks.io.output import write_error
 
 # Pieces that a thread takes at a time. Two threads that take turns decode the source's chunk at
 # the border of what they took twice.
