@@ -312,7 +312,7 @@ def find_matrix(files: Files, layer: str | None) -> Node:
     node = read_node(files, name)
     if node is None or node.encoding == "null":
         layers = [n for n in files.folders("layers") if read_node(files, f"layers/{n}")]
-        have = f"its layers are {', '.join(layers)}" if layers else "it has no layers either"
+        have = f"its layers are {', '.join(layers)}" if layers else "it has no layers at all"
         msg = f"{files.path} has no {name}; {have}"
         raise FormatError(msg)
     if node.encoding == "csc_matrix":

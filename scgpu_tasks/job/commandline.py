@@ -122,8 +122,8 @@ def _add_filter_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--mad",
         action="store_true",
-        help="remove outliers by median absolute deviations, in place of the thresholds of "
-        "cells above",
+        help="remove cells far from the median, on either side, in place of the thresholds "
+        "of cells above",
     )
     add(
         "--qc-vars",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scgpu_tasks.cluster.plan import plan_cluster, resolve_device
-from scgpu_tasks.errors import ParameterError, ScgpuError
+from scgpu_tasks.errors import OutputError, ParameterError, ScgpuError
 from scgpu_tasks.job import runlog, steps
 from scgpu_tasks.job.conversion import Conversion, may_replace
 from scgpu_tasks.job.steps import STAGES
@@ -141,9 +143,15 @@ def _look(p: Mapping[str, Any]) -> None:
         job.require_source()
         if "convert" not in refresh and job.made() is None:
             may_replace(job)
+        if "://" not in store:
+            require_parent(Path(store))
     if not refresh and _are_done(p, ("load", "qc", "pca")):
         # The load stage has let the same store and values pass, and nothing is computed.
         return
+    if specs[1].flavor == "seurat_v3":
+        from scgpu_tasks.stages.hvg import require_loess
+
+        require_loess()
     from scgpu_tasks.job.probe import probe, probe_source
 
     if p["scheduler"] is None:
@@ -152,6 +160,21 @@ def _look(p: Mapping[str, Any]) -> None:
         probe(store, *specs, chunks=p["chunks"])
     else:
         probe_source(job.source, *specs)
+
+
+def require_parent(store: Path) -> None:
+    """Refuse a new store where nothing can be written.
+
+    Raises
+    ------
+    OutputError
+        With the option to change.
+    """
+    parent = next(folder for folder in store.parents if folder.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        why = os.strerror(errno.EACCES)
+        msg = f"cannot write to {parent} ({why}); name another store with --store"
+        raise OutputError(msg)
 
 
 def work_folder(parameters: Mapping[str, Any], out: Path) -> str:

@@ -293,6 +293,8 @@ def require_writable(path: str | os.PathLike[str], *, option: str) -> Path:
         With the option to change.
     """
     folder = Path(path).absolute()
+    if ".." in folder.parts:
+        folder = folder.resolve()
     probe = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

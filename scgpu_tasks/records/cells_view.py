@@ -125,7 +125,7 @@ def _bound_words(bounds: qc_figures.Bounds, *, whole: bool) -> tuple[str | None,
 
 def _outside(bound: float | None, values: pd.Series, *, log: bool) -> str:
     hidden = bound is not None and qc_figures.is_outside(bound, values.to_numpy(), log=log)
-    return " (outside the plot)" if hidden else ""
+    return " (which is outside the plot)" if hidden else ""
 
 
 def _kept_range(low: str | None, high: str | None) -> str:
@@ -196,6 +196,8 @@ def filters_view(summary: dict[str, Any]) -> list[dict[str, Any]]:
         rows = []
         for name, lost in summary.get("lost", {}).get(what, {}).items():
             heading, rule = limits.rule(name)
+            if name.endswith("_mt") and not summary.get("gene_sets", {}).get("mt"):
+                rule = "not applied: no mitochondrial gene was found"
             width = _width(lost, total)
             rows.append({"name": heading, "rule": rule, "lost": lost, "width": width})
         tables.append(
@@ -226,8 +228,8 @@ def variable_view(genes: pd.DataFrame) -> dict[str, Any] | None:
     by = next(c for c in ("dispersions_norm", "variances_norm") if c in chosen)
     names = chosen[by].nlargest(NAMED_VARIABLE_GENES).index
     caption = (
-        f"{words.count(len(chosen))} of {words.count(len(kept))} kept genes vary more between "
-        "cells than genes of their mean do; the components are made from them."
+        f"The {words.count(len(chosen))} of {words.count(len(kept))} kept genes that vary most "
+        "between cells, among genes of like mean; the components are made from them."
     )
     if len(chosen) == len(kept):
         caption = (

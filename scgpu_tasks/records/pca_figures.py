@@ -17,6 +17,7 @@ POINTS = 40_000
 SHOWN_CATEGORIES = 16
 LABEL_DISTANCE = 0.07
 SHORT = 3
+_OTHERS = "other categories"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Colouring:
     column: str
     categories: list[Category]
     codes: NDArray[np.int64]
-    """One per kept cell; ``len(categories) - 1`` is "other" where there is one, -1 missing."""
+    """One per kept cell, -1 where there is no value, which is the last category then."""
 
 
 def scree(variance_ratio: NDArray[Any]) -> str:
@@ -102,7 +103,8 @@ def choose_colourings(
     for place, column in enumerate(names):
         colouring = _colouring(obs[column], kept, str(column), wanted=column == first)
         if colouring is not None:
-            many = not colouring.categories[-1].mark and column != first
+            many = any(c.name.endswith(_OTHERS) for c in colouring.categories)
+            many = many and column != first
             candidates.append((many, place, colouring))
     candidates.sort(key=lambda item: item[:2])
     return [colouring for _, _, colouring in candidates[:limit]]
@@ -138,8 +140,12 @@ def _colouring(
     if len(order) > n_shown:
         rest = order[n_shown:]
         place[rest] = n_shown
-        text = f"{len(rest)} other categories"
+        text = f"{len(rest)} {_OTHERS}"
         categories.append(Category("", text, draw.OTHER, int(cells[rest].sum())))
+    missing = int((codes < 0).sum())
+    if missing:
+        # Drawn in the same grey, which stands for no category either.
+        categories.append(Category("", "no value", draw.OTHER, missing))
     return Colouring(column, categories, place[codes])
 
 

@@ -56,7 +56,8 @@ def histogram(
     shown = [mark for mark in shown if low <= mark <= high]
     bins = draw.Bins(scale, low, high, BINS)
     edges, all_cells, kept_cells = bins.edges, bins.count(), bins.count(kept)
-    with draw.panel() as (figure, ax):
+    # Three stand side by side: drawn smaller, their text stays as large as other text.
+    with draw.panel(3.2, 2.4) as (figure, ax):
         ax.stairs(all_cells, edges, fill=True, color=draw.REMOVED, label="removed")
         ax.stairs(kept_cells, edges, fill=True, color=draw.KEPT, label="kept")
         draw.threshold_lines(ax, shown)

@@ -112,8 +112,8 @@ def _named_set(var: pd.DataFrame, name: str, notes: list[str]) -> np.ndarray:
     note = f"no gene matched {name!r} ({PATTERNS[name]})"
     if var.index.astype(str).str.match("ENS[A-Z]*G[0-9]").any():
         note += (
-            ": var_names are Ensembl ids; add a column of symbols (gene_symbols) or a boolean "
-            f"column {name!r} to var"
+            ": var_names are Ensembl ids; add a column of symbols (such as gene_symbols) or "
+            f"a boolean column {name!r} to var"
         )
     notes.append(note)
     return mask

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
@@ -196,6 +197,19 @@ def _highest(norm: np.ndarray, n_top: int) -> np.ndarray:
     return np.nan_to_num(norm, nan=-np.inf) >= cutoff
 
 
+def require_loess() -> None:
+    """Refuse ``seurat_v3`` where the package with its regression is missing.
+
+    Raises
+    ------
+    MissingPackageError
+        scikit-misc is not installed.
+    """
+    if find_spec("skmisc") is None:
+        msg = "hvg flavor seurat_v3 needs scikit-misc: pip install scikit-misc"
+        raise MissingPackageError(msg)
+
+
 def clip_limits(batch: BatchMoments, span: float) -> tuple[np.ndarray, np.ndarray]:
     """Largest value that ``seurat_v3`` lets each gene have, and its expected deviation.
 
@@ -217,11 +231,9 @@ def clip_limits(batch: BatchMoments, span: float) -> tuple[np.ndarray, np.ndarra
     DataError
         The regression fails.
     """
-    try:
-        from skmisc.loess import loess
-    except ImportError as error:
-        msg = "hvg flavor seurat_v3 needs scikit-misc: pip install scikit-misc"
-        raise MissingPackageError(msg) from error
+    require_loess()
+    from skmisc.loess import loess
+
     mean, var = batch.mean_var()
     expected = np.zeros(len(mean))
     varying = var > 0

@@ -142,3 +142,4 @@ def test_a_run_shows_stages_progress_and_figures(
     look(artifact(operator, "liver-pca"), "Variance explained")
     look(artifact(operator, "liver-filters"), "Mitochondrial share")
     look(artifact(operator, "liver-summary"), "50 components")
+    look(artifact(operator, "liver-filters"), "Mitochondrial share", picture="run-filters")

@@ -37,7 +37,9 @@ TOLERANCE = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("store", type=Path)
-    parser.add_argument("--chunks", nargs="+", default=["auto", "7000", "30000", "80000", "200000"])
+    parser.add_argument(
+        "--chunks", nargs="+", default=["auto", "7000", "30000", "80000", "200000"]
+    )
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--no-scanpy", action="store_true")
     args = parser.parse_args()

@@ -443,3 +443,11 @@ def test_a_source_that_cannot_be_read_is_named_and_nothing_else_is_blamed(
     kept.rename(place)
     convert_zarr(source, tmp_path / "b.zarr")
     assert_same(read(source), read(tmp_path / "b.zarr"))
+
+
+def test_a_conversion_that_leaves_x_in_columns_says_so(tmp_path: Path) -> None:
+    source = tmp_path / "a.h5ad"
+    ad.AnnData(sp.random(60, 40, 0.2, "csc", np.float32)).write_h5ad(source)
+    (note,) = convert_zarr(source, tmp_path / "a.zarr").notes
+    assert note == "X stays by columns (CSC), so QC cannot read it; --csr makes it CSR"
+    assert convert_zarr(source, tmp_path / "b.zarr", spec=ConvertSpec(csr=True)).notes == ()

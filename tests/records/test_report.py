@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 
 from scgpu_tasks.records import qc_figures, write_record
+from scgpu_tasks.records.cells_view import filters_view
 from scgpu_tasks.records.report import render
 from scgpu_tasks.records.views import report_view
 from scgpu_tasks.specs import QCSpec
@@ -291,7 +292,11 @@ def test_mad_limits_are_shown_as_the_counts_they_mean(atlas: ad.AnnData) -> None
     report = render(RUN, view_of(done))
     low, high = f"{np.expm1(limits[0]):.3g}", f"{np.expm1(limits[1]):,.0f}"
     assert f"Counts far from the median {low} to {high}" in text_of(section(report, "filters"))
-    shown = re.escape(f"Threshold: {low}") + r"( \(outside the plot\))? to " + re.escape(high)
+    shown = (
+        re.escape(f"Threshold: {low}")
+        + r"( \(which is outside the plot\))? to "
+        + re.escape(high)
+    )
     assert re.search(shown, text_of(section(report, "cells")))
 
 
@@ -336,7 +341,7 @@ def test_thresholds_outside_the_data_are_said_to_be_and_leave_the_axis_alone(
         summary=finished.qc.summary | {"thresholds": {"min_genes": near, "max_genes": far}},
     )
     text = text_of(section(render(RUN, report_view(finished.obs, qc)), "cells"))
-    assert f"Threshold: {near:,} to {far:,} (outside the plot)." in text
+    assert f"Threshold: {near:,} to {far:,} (which is outside the plot)." in text
 
 
 def test_thresholds_of_genes_are_whole_numbers_also_from_deviations(finished: Finished) -> None:
@@ -345,7 +350,7 @@ def test_thresholds_of_genes_are_whole_numbers_also_from_deviations(finished: Fi
         finished.qc, summary=finished.qc.summary | {"thresholds": {"mad": mad}}
     )
     text = text_of(section(render(RUN, report_view(finished.obs, qc)), "cells"))
-    assert re.search(r"Threshold: 71( \(outside the plot\))? to 310", text)
+    assert re.search(r"Threshold: 71( \(which is outside the plot\))? to 310", text)
 
 
 @pytest.mark.parametrize(
@@ -361,3 +366,16 @@ def test_kept_cells_do_not_stand_in_the_column_of_removed_ones(finished: Finishe
     summary = finished.qc.summary
     kept, total = summary["n_cells_kept"], summary["n_cells"]
     assert f"Kept by all filters: {kept:,} of {total:,} (" in text_of(report)
+
+
+def test_a_filter_without_genes_to_filter_by_is_not_said_to_have_passed_everybody() -> None:
+    summary = {"n_cells": 9, "n_cells_kept": 9, "n_genes": 5, "n_genes_kept": 5}
+    summary |= {"lost": {"cells": {"max_pct_mt": 0}}, "thresholds": {"max_pct_mt": 20.0}}
+    rules = {
+        n: filters_view(summary | {"gene_sets": {"mt": n}})[0]["rows"][0]["rule"]
+        for n in (0, 3)
+    }
+    assert rules == {
+        0: "not applied: no mitochondrial gene was found",
+        3: "at most 20 % of counts",
+    }

@@ -245,6 +245,8 @@ def _plan_sparse(plan: Plan, spec: ConvertSpec, path: str, at: str, node: Any) -
     nnz = int(node["data"].shape[0])
     main = _is_main(path)
     transpose = spec.csr and main and kind == "csc_matrix"
+    if path == "X" and kind == "csc_matrix" and not transpose:
+        plan.notes.append("X stays by columns (CSC), so QC cannot read it; --csr makes it CSR")
     item = SparseItem(
         path,
         at,

@@ -353,5 +353,8 @@ def check_places(src: str, dst: Path, *, overwrite: bool) -> None:
         )
         raise OutputError(msg)
     if not any((dst / name).exists() for name in ("zarr.json", ".zgroup", ".zmetadata")):
-        msg = f"{dst} exists and is no zarr store; it is not going to be overwritten"
+        msg = (
+            f"{dst} exists and is no zarr store; it is not going to be overwritten. Name the "
+            f"new store, such as {dst / Path(src).stem}.zarr"
+        )
         raise OutputError(msg)
