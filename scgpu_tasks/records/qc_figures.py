@@ -89,7 +89,7 @@ def _axis(scale: NDArray[np.float64]) -> tuple[float, float]:
 def _one_plus_ticks(ax: Any, low: float, high: float) -> None:
     top = 10**high
     ticks = [0.0] if low <= 0 else []
-    for steps in ((1,), (1, 3)):
+    for steps in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
         new = [s * 10.0**d for d in range(12) for s in steps if low < np.log10(s * 10**d + 1)]
         new = [t for t in new if t <= top]
         if len(new) >= 3:
