@@ -49,7 +49,7 @@ def attribute(name: str, value: Any) -> Callable[[Path], None]:
     ("change", "message"),
     [
         (csc, "CSC.*scgpu-tasks convert .* DST --csr"),
-        (no_x, "has no X; it has no layers either"),
+        (no_x, "has no X; it has no layers at all"),
         (rename("X", "layers/counts"), "has no X; its layers are counts"),
         (rename("obs", "bos"), None),
         (rename("zarr.json", "x.json"), "is not a zarr store"),
