@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scgpu_tasks import datasets, errors, hvg, pca, qc, specs
     from scgpu_tasks.cluster import start_cluster
-    from scgpu_tasks.io.check import check
+    from scgpu_tasks.io.checks import check
     from scgpu_tasks.io.convert import convert_zarr
     from scgpu_tasks.io.lazy import read_lazy
     from scgpu_tasks.io.switch import enable, release_memory
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "check": "io.check",
+    "check": "io.checks",
     "convert_zarr": "io.convert",
     "enable": "io.switch",
     "read_lazy": "io.lazy",

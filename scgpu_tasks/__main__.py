@@ -143,7 +143,7 @@ def convert_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from scgpu_tasks.io.check import check
+    from scgpu_tasks.io.checks import check
 
     if arguments.verify:
         return _verify(arguments)

@@ -173,6 +173,7 @@ def _table(root: zarr.Group, name: str, files: Files) -> pd.DataFrame:
 def _read(root: zarr.Group, name: str) -> Any:
     if name not in root:
         return None
+    _require_encodings(root[name], name)
     with warnings.catch_warnings():
         # Old stores are welcome.
         warnings.filterwarnings("ignore", message=".* was written without encoding")
@@ -180,6 +181,18 @@ def _read(root: zarr.Group, name: str) -> Any:
     if isinstance(table, np.ndarray) and table.dtype.names:
         return _from_records(table, root)
     return table
+
+
+def _require_encodings(table: Any, name: str) -> None:
+    """Refuse a column of several arrays that has lost what says how to read it."""
+    if not isinstance(table, zarr.Group):
+        return
+    columns: Any = table.attrs.get("column-order", ())
+    for column in columns:
+        node = table.get(column)
+        if isinstance(node, zarr.Group) and "encoding-type" not in node.attrs:
+            msg = f"{name}/{column} is a group without encoding-type"
+            raise ValueError(msg)
 
 
 def _from_records(records: np.ndarray, root: zarr.Group) -> pd.DataFrame:

@@ -11,6 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
+
+_PIECE_BYTES = 2**20
 NAME = ".scgpu-manifest.json"
 VERSION = 2
 
@@ -33,8 +36,8 @@ def manifest_path(store: str | os.PathLike[str]) -> Path | None:
     except (OSError, ValueError, KeyError):
         return None
     index = obs / str(attrs.get("_index", "_index"))
-    # Strings that may be missing are a group of two arrays.
-    for folder in (index, index / "values"):
+    # Strings that may be missing, and categories, are a group of arrays.
+    for folder in (index, index / "values", index / "codes"):
         try:
             node = json.loads((folder / "zarr.json").read_text())
         except (OSError, ValueError):
@@ -72,3 +75,13 @@ def write_manifest(store: Path, content: dict[str, Any]) -> None:
     if path is not None:
         text = json.dumps({"version": VERSION} | content, indent=1)
         path.write_text(text + "\n")
+
+
+def file_crc32c(path: Path) -> tuple[int, str]:
+    """Size of a file and CRC-32C of its bytes, in hex."""
+    crc = size = 0
+    with path.open("rb") as file:
+        while block := file.read(_PIECE_BYTES):
+            crc = google_crc32c.extend(crc, block)
+            size += len(block)
+    return size, f"{crc:08x}"

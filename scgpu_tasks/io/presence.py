@@ -6,6 +6,7 @@ one that never was. In these places such a chunk cannot be, or is most unlikely.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 import zarr
 
 from scgpu_tasks.errors import CorruptChunkError
-from scgpu_tasks.io.manifest import manifest_path, read_manifest
+from scgpu_tasks.io.manifest import file_crc32c, manifest_path, read_manifest
+
+# Array, and key of one of its chunks or shards.
+_CHUNK = re.compile(r"(.+)/(c(?:/\d+)+)")
 
 
 def require_written(store: str, under: str = "", *, remedy: str) -> None:
@@ -34,23 +38,50 @@ def require_written(store: str, under: str = "", *, remedy: str) -> None:
     CorruptChunkError
         With array and file.
     """
+    for array, key in lost_files(store, under):
+        found = (
+            f"the converter wrote this file, and it is missing; {remedy}, or, if the array was "
+            f"changed on purpose, delete {manifest_path(store)}"
+        )
+        raise CorruptChunkError(found, store=store, array=array, shard=key)
+
+
+def lost_files(store: str, under: str = "") -> Iterator[tuple[str, str]]:
+    """Yield array and key of each chunk or shard that `convert_zarr` wrote and that is gone."""
     manifest = read_manifest(store)
     if manifest is None or "files" not in manifest:
         return
-    for name in sorted(manifest["shards"] | manifest["files"]):
-        array, _, chunk = name.partition("/c/")
-        # An array may have been removed, and its chunks with it.
-        if (
-            chunk
-            and name.startswith(under)
-            and Path(store, array, "zarr.json").exists()
-            and not Path(store, name).exists()
-        ):
-            found = (
-                f"the converter wrote this file, and it is missing; {remedy}, or, if the "
-                f"array was changed on purpose, delete {manifest_path(store)}"
-            )
-            raise CorruptChunkError(found, store=store, array=array, shard=f"c/{chunk}")
+    wanted = manifest["shards"] | manifest["files"]
+    for name in sorted(wanted):
+        found = _CHUNK.fullmatch(name)
+        if found is None or not name.startswith(under) or Path(store, name).exists():
+            continue
+        if not _was_replaced(Path(store), found[1], wanted):
+            yield found[1], found[2]
+
+
+def _was_replaced(store: Path, array: str, wanted: dict[str, Any]) -> bool:
+    """Whether somebody has removed an array since, or written it anew.
+
+    Of a column of several arrays, such as codes and categories, one tells of the others.
+    """
+    column = "/".join(array.split("/")[:2])
+    names = [f"{array}/zarr.json"]
+    if array.startswith(("obs/", "var/")) and column != array:
+        names += [name for name in wanted if name.startswith(f"{column}/")]
+    for name in names:
+        path = store / name
+        if not path.exists():
+            if name.endswith("/zarr.json"):
+                return True
+            continue
+        entry = wanted.get(name)
+        # The sum is of small files only, and only where something is missing.
+        if entry is None or path.stat().st_size != entry["size"]:
+            return True
+        if file_crc32c(path)[1] != entry["crc32c"]:
+            return True
+    return False
 
 
 def require_names(root: zarr.Group, table: str, *, remedy: str) -> None:
@@ -84,12 +115,18 @@ def lost_names(root: zarr.Group, table: str) -> tuple[zarr.Array[Any], str] | No
     if not isinstance(group, zarr.Group):
         return None
     node: Any = group.get(str(group.attrs.get("_index", "_index")))
-    names = node.get("values") if isinstance(node, zarr.Group) else node
-    if not isinstance(names, zarr.Array) or names.ndim != 1:
+    names = None if node is None else names_array(node)
+    # A single name may be empty; several would be the same.
+    if not isinstance(names, zarr.Array) or names.ndim != 1 or names.shape[0] < 2:
         return None
-    # One name may be empty; several would be the same.
-    gone = (key for key, start, stop in missing_files(names) if stop - start > 1)
-    return next(((names, key) for key in gone), None)
+    return next(((names, key) for key, *_ in missing_files(names)), None)
+
+
+def names_array(index: Any) -> Any:
+    """Array of an index: itself, or that of its values, or of its categories' codes."""
+    if not hasattr(index, "keys"):
+        return index
+    return next((index[name] for name in ("values", "codes") if name in index), None)
 
 
 def missing_files(array: zarr.Array[Any]) -> Iterator[tuple[str, int, int]]:

@@ -17,10 +17,12 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from scgpu_tasks.errors import DataError, ParameterError, StoreError
-from scgpu_tasks.io.elements import find_matrix, open_files
+from scgpu_tasks.io.arrays import REWRITE
+from scgpu_tasks.io.elements import FolderFiles, find_matrix, open_files
 from scgpu_tasks.io.fingerprint import scan_element
 from scgpu_tasks.io.matrices import CSRElement, DenseElement, open_matrix, opened
 from scgpu_tasks.io.memory import memory_limit
+from scgpu_tasks.io.presence import require_written
 
 if TYPE_CHECKING:
     import dask.array as da
@@ -305,6 +307,8 @@ def open_rows(
         raise ParameterError(msg)
     files = open_files(store)
     node = find_matrix(files, layer)
+    if isinstance(files, FolderFiles):
+        require_written(files.path, f"{node.name}/", remedy=REWRITE)
     matrix = open_matrix(files, node, device)
     offsets = matrix.row_offsets()
     bounds = _cut(matrix, offsets, chunks, device, max_bytes)

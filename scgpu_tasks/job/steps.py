@@ -25,7 +25,7 @@ STAGES: tuple[str, ...] = ("convert", "check", "load", "qc", "pca")
 """In the order in which they run."""
 
 _CODE: dict[str, tuple[str, ...]] = {
-    "check": ("scgpu_tasks.io.check",),
+    "check": ("scgpu_tasks.io.checks",),
     "load": ("scgpu_tasks.io.rows", "scgpu_tasks.job.probe"),
     "qc": (
         "scgpu_tasks.io.rows",
@@ -112,7 +112,7 @@ def check_step(plan: Plan, *, refresh: bool = False) -> dict[str, Any]:
     """Say what in the store reads fast and what does not; the report is the summary."""
 
     def compute(_: Path) -> dict[str, Any]:
-        from scgpu_tasks.io.check import check
+        from scgpu_tasks.io.checks import check
 
         return check(plan.store).to_json()
 

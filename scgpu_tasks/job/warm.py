@@ -20,7 +20,7 @@ WORKER_MODULES = (
     "scgpu_tasks.stages.qc",
     "scgpu_tasks.stages.pca",
     "scgpu_tasks.job.saved",
-    "scgpu_tasks.io.check",
+    "scgpu_tasks.io.checks",
 )
 FLOW_MODULES = ("scgpu_tasks.job.mainjob",)
 RECORD_MODULES = (

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import socket
@@ -179,6 +180,28 @@ def test_a_scheduler_that_lets_in_and_says_nothing_is_refused_in_time():
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(ClusterError, match=rf"answers at {address} \(no answer within 2 s"):
             start_cluster(scheduler=address, timeout=2)
+
+
+@pytest.mark.parametrize(
+    "banner", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n", b"?"]
+)
+def test_what_is_no_scheduler_is_refused(banner):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    caller, _ = other.accept()
+                    caller.sendall(banner)
+                    caller.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ClusterError, match=f"no Dask scheduler answers at {address}"):
+            start_cluster(scheduler=address, timeout=3)
+        other.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("option", ["scheduler_port", "dashboard_address"])

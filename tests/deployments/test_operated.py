@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from scgpu_tasks.io.check import check
+from scgpu_tasks.io.checks import check
 from tests.deployments.conftest import PATIENCE, Operator
 
 SMALL = ("-p", "device=cpu", "-p", "min_genes=20", "-p", "n_top_genes=200")

@@ -16,7 +16,7 @@ import pytest
 import scipy.sparse as sp
 
 from scgpu_tasks.errors import OutputError, ParameterError, ScgpuError, StoreError
-from scgpu_tasks.io.check import check
+from scgpu_tasks.io.checks import check
 from scgpu_tasks.io.convert.many import convert_if_changed, match_sources
 
 FLOW = Path(__file__).parents[2] / "flows" / "convert.py"

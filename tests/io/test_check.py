@@ -19,7 +19,7 @@ import zarr
 
 from scgpu_tasks.__main__ import main
 from scgpu_tasks.errors import FormatError, StoreError
-from scgpu_tasks.io.check import check
+from scgpu_tasks.io.checks import check
 from scgpu_tasks.io.convert import convert_zarr
 
 ROWS, GENES, NNZ = 4_000, 3_000, 1_500_000
@@ -185,7 +185,7 @@ def test_the_command_line_starts_without_heavy_imports() -> None:
 
 def test_check_imports_no_gpu_library(small_store: Path) -> None:
     code = (
-        "import sys; from scgpu_tasks.io.check import check; check(sys.argv[1]); "
+        "import sys; from scgpu_tasks.io.checks import check; check(sys.argv[1]); "
         "print([m for m in ('cupy', 'nvidia.nvcomp', 'rmm') if m in sys.modules])"
     )
     answer = subprocess.run(

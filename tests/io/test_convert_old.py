@@ -12,7 +12,7 @@ import scipy.sparse as sp
 import zarr
 
 from scgpu_tasks.errors import FormatError
-from scgpu_tasks.io.check import check
+from scgpu_tasks.io.checks import check
 from scgpu_tasks.io.convert import ConvertSpec, convert_zarr
 
 from .test_convert_round_trip import assert_same, read

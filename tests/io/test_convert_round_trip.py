@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from scgpu_tasks.errors import FormatError
-from scgpu_tasks.io.check import check
+from scgpu_tasks.io.checks import check
 from scgpu_tasks.io.convert import ConvertSpec, convert_zarr
 
 from .adatas import adatas, assert_same

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scgpu_tasks.errors import FormatError
-from scgpu_tasks.io.check import check
+from scgpu_tasks.io.checks import check
 from scgpu_tasks.io.convert import convert_zarr
 from scgpu_tasks.io.source import open_source
 from tests.io.stores import sample, write

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from scgpu_tasks.errors import FormatError, OutputError, StoreError
-from scgpu_tasks.io.convert.encode import file_crc32c
 from scgpu_tasks.io.convert.runner import default_threads
-from scgpu_tasks.io.manifest import manifest_path, read_manifest
+from scgpu_tasks.io.manifest import file_crc32c, manifest_path, read_manifest
 from scgpu_tasks.io.source import absolute, is_url
 
 

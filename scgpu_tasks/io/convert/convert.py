@@ -16,7 +16,7 @@ import scgpu_tasks
 from scgpu_tasks.errors import CorruptChunkError, ScgpuError, StoreError
 from scgpu_tasks.io.convert import elements
 from scgpu_tasks.io.convert.audit import file_sums, list_files, require_untouched
-from scgpu_tasks.io.convert.encode import encoder_version, file_crc32c
+from scgpu_tasks.io.convert.encode import encoder_version
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
 from scgpu_tasks.io.convert.presence import require_files
@@ -26,8 +26,9 @@ from scgpu_tasks.io.convert.runner import Runner
 from scgpu_tasks.io.convert.space import check_space, scratch_notes
 from scgpu_tasks.io.convert.work import WorkFolder, remove
 from scgpu_tasks.io.convert.worker import Task, Worker
-from scgpu_tasks.io.manifest import read_manifest, write_manifest
+from scgpu_tasks.io.manifest import file_crc32c, read_manifest, write_manifest
 from scgpu_tasks.io.output import write_error
+from scgpu_tasks.io.presence import names_array
 from scgpu_tasks.io.source import (
     Source,
     absolute,
@@ -282,8 +283,7 @@ class _Conversion:
 
     def _length(self, name: str) -> int:
         node: Any = zarr.open_group(str(self.work.store), mode="r")[name]
-        index = node[str(node.attrs["_index"])]
-        return int((index if isinstance(index, zarr.Array) else index["values"]).shape[0])
+        return int(names_array(node[str(node.attrs["_index"])]).shape[0])
 
     def _finished(self) -> dict[str, dict[str, Any]]:
         """Files of an earlier run that are there, with the bytes that were noted."""

@@ -203,13 +203,3 @@ def _chunk_bytes(values: np.ndarray, layout: Layout) -> np.ndarray:
         axes = range(2 * len(counts))
         values = turned.transpose(*axes[::2], *axes[1::2])
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
-
-def file_crc32c(path: Path) -> tuple[int, str]:
-    """Size of a file and CRC-32C of its bytes, in hex."""
-    crc = size = 0
-    with path.open("rb") as file:
-        while block := file.read(PIECE_BYTES):
-            crc = google_crc32c.extend(crc, block)
-            size += len(block)
-    return size, f"{crc:08x}"

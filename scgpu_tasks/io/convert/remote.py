@@ -12,9 +12,8 @@ from typing import Any
 import google_crc32c
 
 from scgpu_tasks.errors import CorruptChunkError, OutputError, ParameterError, ScgpuError
-from scgpu_tasks.io.convert.encode import file_crc32c
 from scgpu_tasks.io.convert.work import WorkFolder
-from scgpu_tasks.io.manifest import manifest_path
+from scgpu_tasks.io.manifest import file_crc32c, manifest_path
 from scgpu_tasks.io.source import filesystem
 
 _UPLOADS = 8

@@ -20,8 +20,7 @@ from typing import Any, Self
 
 from scgpu_tasks.errors import OutputError, ParameterError
 from scgpu_tasks.io.convert.audit import verify_store
-from scgpu_tasks.io.convert.encode import file_crc32c
-from scgpu_tasks.io.manifest import manifest_path
+from scgpu_tasks.io.manifest import file_crc32c, manifest_path
 
 SUFFIX = ".converting"
 _REPLACED = "replaced"

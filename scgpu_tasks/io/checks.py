@@ -17,7 +17,7 @@ from scgpu_tasks.io.convert.layout import CHUNK_BYTES, index_dtype
 from scgpu_tasks.io.convert.plan import SPARSE
 from scgpu_tasks.io.layout import ArrayLayout, Refusal, analyse_array, refuse_store
 from scgpu_tasks.io.machine import Machine, inspect_machine
-from scgpu_tasks.io.presence import lost_names, missing_files
+from scgpu_tasks.io.presence import lost_files, lost_names, missing_files, names_array
 from scgpu_tasks.io.source import encoding, open_source
 
 _MATRICES = ("X", "raw", "layers", "obsm", "varm", "obsp", "varp")
@@ -185,6 +185,8 @@ def check(path: str | os.PathLike[str]) -> CheckReport:
                 found, reports = _of_element(where, node)
                 findings += found
                 arrays += reports
+        known = {finding.where for finding in findings if finding.refused}
+        findings += (f for f in _no_longer_there(root) if f.where not in known)
         if "X" not in root:
             findings.append(
                 Finding("X", "there is none", "nothing can be done about it", False)
@@ -198,8 +200,7 @@ def check(path: str | os.PathLike[str]) -> CheckReport:
 def _length(frame: Any) -> int:
     if not hasattr(frame, "keys"):
         return int(frame.shape[0])
-    index = frame[str(frame.attrs.get("_index", "_index"))]
-    return int((index["values"] if hasattr(index, "keys") else index).shape[0])
+    return int(names_array(frame[str(frame.attrs.get("_index", "_index"))]).shape[0])
 
 
 def _of_store(root: Any, form: str) -> Iterator[Finding]:
@@ -251,9 +252,16 @@ def _of_element(where: str, node: Any) -> tuple[list[Finding], list[ArrayReport]
         what = "stored by columns (CSC), so no block of cells can be read"
         remedy = "scgpu-tasks convert --csr makes it CSR"
         findings.append(Finding(where, what, remedy, refused=True))
+    n_genes = int(node.attrs.get("shape", node.attrs.get("h5sparse_shape"))[1 - SPARSE[kind]])
     for name in ("data", "indices", "indptr"):
         found, reports = _of_array(f"{where}/{name}", node[name])
-        findings += [*_lost(f"{where}/{name}", node[name]), *found]
+        # zarr leaves out chunks of zeros, which a few column numbers may well be.
+        if name == "data" or (name == "indices" and n_genes > 1):
+            few = 0 if name == "data" else _FEW_PLACES
+            findings += _lost(f"{where}/{name}", node[name], few)
+        elif name == "indptr" and node["data"].shape[0]:
+            findings += _lost(f"{where}/{name}", node[name], 0, from_zero=True)
+        findings += found
         arrays += reports
     shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
     best = index_dtype(int(shape[1 - SPARSE[kind]]))
@@ -264,18 +272,35 @@ def _of_element(where: str, node: Any) -> tuple[list[Finding], list[ArrayReport]
     return findings, arrays
 
 
-def _lost(where: str, array: Any) -> Iterator[Finding]:
-    """Tell of files that are not there, where zarr would read zeros."""
+def _lost(where: str, array: Any, few: int, *, from_zero: bool = False) -> Iterator[Finding]:
+    """Tell of files of more than a few rows that are not there, where zarr would read zeros."""
     if isinstance(array, h5py.Dataset) or type(array.store) is not LocalStore:
         return
-    # A few column numbers, or the first places of rows, may all be zero: zarr leaves them out.
-    few = 0 if where.endswith("/data") else _FEW_PLACES
-    gone = [key for key, start, stop in missing_files(array) if stop - start > few]
+    gone, zeros = [], 0
+    for key, start, stop in missing_files(array):
+        # What rises from 0 may begin with files of zeros, but does not end in one.
+        if from_zero and start == zeros and stop < array.shape[0]:
+            zeros = stop
+        elif stop - start > few:
+            gone.append(key)
     if gone:
         which = (
             f"the file {gone[0]}" if len(gone) == 1 else f"{len(gone)} files from {gone[0]} on"
         )
         yield Finding(where, f"lost {which}, so reading refuses it", _RESTORE, refused=True)
+
+
+def _no_longer_there(root: Any) -> Iterator[Finding]:
+    """Tell of files that `convert_zarr` wrote and that are gone, by array."""
+    if isinstance(root, h5py.Group) or type(root.store) is not LocalStore:
+        return
+    gone: dict[str, list[str]] = {}
+    for array, key in lost_files(str(root.store.root)):
+        gone.setdefault(array, []).append(key)
+    for array, keys in gone.items():
+        which = f"{len(keys)} files from {keys[0]} on" if keys[1:] else f"the file {keys[0]}"
+        what = f"lost {which}, so reading refuses it"
+        yield Finding(array, what, _RESTORE, refused=True)
 
 
 def _of_array(where: str, node: Any) -> tuple[list[Finding], list[ArrayReport]]:
