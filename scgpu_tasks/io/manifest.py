@@ -31,20 +31,24 @@ def manifest_path(store: str | os.PathLike[str]) -> Path | None:
     Where it lies, or would lie; None without cell names.
     """
     obs = Path(store) / "obs"
-    try:
-        attrs = json.loads((obs / "zarr.json").read_text())["attributes"]
-    except (OSError, ValueError, KeyError):
+    attrs = _document(obs).get("attributes")
+    if not isinstance(attrs, dict):
         return None
     index = obs / str(attrs.get("_index", "_index"))
     # Strings that may be missing, and categories, are a group of arrays.
     for folder in (index, index / "values", index / "codes"):
-        try:
-            node = json.loads((folder / "zarr.json").read_text())
-        except (OSError, ValueError):
-            continue
-        if node.get("node_type") == "array":
+        if _document(folder).get("node_type") == "array":
             return folder / NAME
     return None
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    """Read what a node's metadata say; nothing where they cannot be read."""
+    try:
+        found = json.loads((folder / "zarr.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_manifest(store: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -48,10 +48,11 @@ def require_written(store: str, under: str = "", *, remedy: str) -> None:
 
 def lost_files(store: str, under: str = "") -> Iterator[tuple[str, str]]:
     """Yield array and key of each chunk or shard that `convert_zarr` wrote and that is gone."""
-    manifest = read_manifest(store)
-    if manifest is None or "files" not in manifest:
+    manifest = read_manifest(store) or {}
+    shards, others = manifest.get("shards"), manifest.get("files")
+    if not (isinstance(shards, dict) and isinstance(others, dict)):
         return
-    wanted = manifest["shards"] | manifest["files"]
+    wanted = shards | others
     for name in sorted(wanted):
         found = _CHUNK.fullmatch(name)
         if found is None or not name.startswith(under) or Path(store, name).exists():
@@ -75,11 +76,9 @@ def _was_replaced(store: Path, array: str, wanted: dict[str, Any]) -> bool:
             if name.endswith("/zarr.json"):
                 return True
             continue
-        entry = wanted.get(name)
-        # The sum is of small files only, and only where something is missing.
-        if entry is None or path.stat().st_size != entry["size"]:
-            return True
-        if file_crc32c(path)[1] != entry["crc32c"]:
+        # Of small files only, and only where something is missing.
+        size, crc32c = file_crc32c(path)
+        if wanted.get(name) != {"size": size, "crc32c": crc32c}:
             return True
     return False
 

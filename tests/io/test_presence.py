@@ -116,6 +116,17 @@ def test_chunks_of_zeros_that_zarr_leaves_out_are_not_missed(
     assert (found.compute() != counts).nnz == 0
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "{}", '{"shards": [], "files": {}}', '{"shards": {}, "files": {"a/c/0": 1}}'],
+)
+def test_a_damaged_manifest_keeps_nobody_from_reading(converted: Path, text: str) -> None:
+    (path,) = converted.rglob(".scgpu-manifest.json")
+    path.write_text(text)
+    assert read_lazy(converted, device="cpu").shape == (200, 40)
+    assert not any(finding.refused for finding in check(converted).findings)
+
+
 def test_names_may_be_categories(tmp_path: Path) -> None:
     adata = ad.AnnData(np.ones((4, 3), np.float32))
     adata.obs.index = pd.CategoricalIndex(["d", "a", "b", "c"])
