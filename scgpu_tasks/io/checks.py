@@ -220,8 +220,7 @@ def _of_store(root: Any, form: str) -> Iterator[Finding]:
     for table in ("obs", "var"):
         lost = lost_names(root, table) if type(root.store) is LocalStore else None
         if lost is not None:
-            what = f"lost the file {lost[1]}, so reading refuses it"
-            yield Finding(lost[0].path, what, _RESTORE, refused=True)
+            yield _without(lost[0].path, [lost[1]])
 
 
 def _elements(root: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -284,10 +283,7 @@ def _lost(where: str, array: Any, few: int, *, from_zero: bool = False) -> Itera
         elif stop - start > few:
             gone.append(key)
     if gone:
-        which = (
-            f"the file {gone[0]}" if len(gone) == 1 else f"{len(gone)} files from {gone[0]} on"
-        )
-        yield Finding(where, f"lost {which}, so reading refuses it", _RESTORE, refused=True)
+        yield _without(where, gone)
 
 
 def _no_longer_there(root: Any) -> Iterator[Finding]:
@@ -298,9 +294,13 @@ def _no_longer_there(root: Any) -> Iterator[Finding]:
     for array, key in lost_files(str(root.store.root)):
         gone.setdefault(array, []).append(key)
     for array, keys in gone.items():
-        which = f"{len(keys)} files from {keys[0]} on" if keys[1:] else f"the file {keys[0]}"
-        what = f"lost {which}, so reading refuses it"
-        yield Finding(array, what, _RESTORE, refused=True)
+        yield _without(array, keys)
+
+
+def _without(where: str, keys: list[str]) -> Finding:
+    which = f"{len(keys)} files from {keys[0]} on" if keys[1:] else f"the file {keys[0]}"
+    what = f"lost {which}, so reading refuses it"
+    return Finding(where, what, _RESTORE, refused=True)
 
 
 def _of_array(where: str, node: Any) -> tuple[list[Finding], list[ArrayReport]]:

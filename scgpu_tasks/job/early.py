@@ -141,9 +141,11 @@ def _look(p: Mapping[str, Any]) -> None:
     else:
         job = _conversion(p)
         job.require_source()
-        if "convert" not in refresh and job.made() is None:
+        made = job.made() is not None
+        if "convert" not in refresh and not made:
             may_replace(job)
-        if "://" not in store:
+        # One that is there already is only read.
+        if "://" not in store and ("convert" in refresh or not made):
             require_parent(Path(store))
     if not refresh and _are_done(p, ("load", "qc", "pca")):
         # The load stage has let the same store and values pass, and nothing is computed.
