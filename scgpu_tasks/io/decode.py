@@ -108,10 +108,10 @@ class _Run:
         self.refused: list[tuple[Jobs, NDArray[np.uint8]]] = []
         most = max(1, batch_bytes // self.layout.chunk_nbytes)
         most = min(most, gpu_packages.settings().batch_chunks)
-        # Where nothing else keeps the decoder busy, it begins on a part while more is read.
-        n = len(self.plan.present)
-        alone = scratch.reads_running(reader.device) <= 1 and n > 2 * _LEAST_FIRST
-        first = max(_LEAST_FIRST, min(n, most) // 4) if alone else 0
+        n, first = len(self.plan.present), 0
+        # Where nothing keeps the decoder busy, it begins on a part while more is read.
+        if n > 2 * _LEAST_FIRST and not scratch.is_decoding(reader.device):
+            first = max(_LEAST_FIRST, min(n, most) // 4)
         self.batches = cut_batches(n, most, first)
         self.tables = self._upload_tables()
         self.fill = _fill_words(self.layout)
@@ -153,23 +153,30 @@ class _Run:
         if n == 0:
             return
         self.request.open_on_host()
-        walk = np.ascontiguousarray(jobs.walk)
         room = n * nbytes + 7 & ~7
-        pinned = slot.upload.reserve(room + walk.nbytes)
+        pinned = slot.upload.reserve(room + jobs.walk.nbytes)
         for row in range(n):
             chunk = self.request.decode_on_host(jobs, row)
             pinned[row * nbytes : (row + 1) * nbytes] = chunk
         self.request.trim()
-        base = int(slot.decoded.reserve(room + walk.nbytes, slot.stream).data.ptr)
-        walk = walk.copy()
+        self.counts.small_chunks += n
+        start = int(pinned.ctypes.data)
+        runs = _runs(jobs, self.layout)
+        if runs is not None:
+            for row, (source, target, length) in enumerate(runs):
+                self._copy(self.base + target, start + row * nbytes + source, length, slot)
+            return
+        base = int(slot.decoded.reserve(room + jobs.walk.nbytes, slot.stream).data.ptr)
+        walk = np.array(jobs.walk, order="C")
         walk[:, 0] += base + np.arange(n) * nbytes
         walk[:, 1] += self.base
         pinned[room : room + walk.nbytes] = walk.reshape(-1).view(np.uint8)
-        load_cupy().cuda.runtime.memcpyAsync(
-            base, pinned.ctypes.data, room + walk.nbytes, _TO_DEVICE, slot.stream.ptr
-        )
+        self._copy(base, start, room + walk.nbytes, slot)
         self._scatter(base + room, walk)
-        self.counts.small_chunks += n
+
+    def _copy(self, target: int, source: int, nbytes: int, slot: Slot) -> None:
+        runtime = load_cupy().cuda.runtime
+        runtime.memcpyAsync(target, source, nbytes, _TO_DEVICE, slot.stream.ptr)
 
     def _read(self, extents: Extents, slot: Slot) -> None:
         """Read the extents into the slot's device memory, many at the same time."""
@@ -252,9 +259,7 @@ class _Run:
         np.concatenate(flat, out=pinned)
         memory = slot.arrays.reserve(total + 49 * n + 64, slot.stream)
         base = int(memory.data.ptr)
-        load_cupy().cuda.runtime.memcpyAsync(
-            base, pinned.ctypes.data, total, _TO_DEVICE, slot.stream.ptr
-        )
+        self._copy(base, int(pinned.ctypes.data), total, slot)
         at, position = {}, base
         for name, array in zip(names, flat, strict=True):
             at[name] = position
@@ -389,6 +394,19 @@ class _Run:
                 self._move_now(walk)
                 self.counts.refused_chunks[why] += 1
         self.request.trim()
+
+
+def _runs(jobs: Jobs, layout: ArrayLayout) -> list[tuple[int, int, int]] | None:
+    """First byte in the chunk and in the output, and length, where every piece is one run."""
+    walk, itemsize = jobs.walk, layout.dtype.itemsize
+    if jobs.axes == 1:
+        plain = (walk[:, 4] == itemsize) & (walk[:, 5] == itemsize) & (walk[:, 6] < 0)
+    else:
+        plain = jobs.whole
+    if not plain.all():
+        return None
+    columns = walk[:, 0], walk[:, 1], walk[:, 2] * itemsize
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _describe(verdict: int) -> str:

@@ -29,7 +29,7 @@ from scgpu_tasks.errors import FormatError
 from scgpu_tasks.io.counters import ArrayCounts, count
 from scgpu_tasks.io.layout import ArrayLayout, Refusal, analyse_array, refuse_store
 from scgpu_tasks.io.request import Request
-from scgpu_tasks.io.selection import UnsupportedRequestError
+from scgpu_tasks.io.selection import UnsupportedRequestError, count_chunks
 
 if TYPE_CHECKING:
     from zarr.core.buffer import Buffer
@@ -43,6 +43,8 @@ FALLBACK_KEY = "codec_pipeline.gpu_fallback"
 
 STRICT_KEY = "codec_pipeline.gpu_strict"
 """Key of zarr's configuration: whether decoding for the GPU on the host is an error."""
+
+_LITTLE = 2**20  # bytes, which one core decodes in a millisecond or two
 
 _FUSED = "zarr.core.codec_pipeline.FusedCodecPipeline"
 _BATCHED = "zarr.core.codec_pipeline.BatchedCodecPipeline"
@@ -210,13 +212,16 @@ class KvikioCodecPipeline(CodecPipeline):
         if refusal is None:
             ready = self._mark(target)
             try:
+                if self._is_little(batch) and self._can_begin(target, ready):
+                    # Handing it to a thread and back would take as long as all of it.
+                    return self._read(batch, target, drop_axes, ready)
                 # zarr's only event loop must stay free for the requests of other threads.
                 return await asyncio.to_thread(self._read, batch, target, drop_axes, ready)
             except UnsupportedRequestError as error:
                 refusal = Refusal(f"a request with {error}", "")
         return await self._read_on_host(batch, out, drop_axes, refusal)
 
-    # How a request is served; the tests serve it from the host by overriding these three.
+    # How a request is served; the tests serve it from the host by overriding these five.
 
     def _is_for_gpu(self, target: Any) -> bool:
         return on_gpu(target)
@@ -225,6 +230,16 @@ class KvikioCodecPipeline(CodecPipeline):
         from scgpu_tasks.io.handover import mark
 
         return mark(target)
+
+    def _can_begin(self, target: Any, ready: Any) -> bool:
+        from scgpu_tasks.io.scratch import is_idle
+
+        return is_idle(target.device.id) and bool(ready.done)
+
+    def _most_on_host(self) -> int:
+        from scgpu_tasks.io.gpu_packages import settings
+
+        return settings().small_request
 
     def _execute(
         self, open_request: Any, target: Any, ready: Any
@@ -252,6 +267,14 @@ class KvikioCodecPipeline(CodecPipeline):
         if target.dtype != layout.dtype:
             return Refusal(f"output of dtype {target.dtype} for an array of {layout.dtype}", "")
         return None
+
+    def _is_little(self, batch: Sequence[tuple[Any, ...]]) -> bool:
+        """Whether a request takes the host so little that zarr's event loop may do it."""
+        layout = self._layout
+        if len(batch) != 1 or isinstance(layout, Refusal) or not layout.zstd:
+            return False
+        chunks = count_chunks(layout, batch[0][2])
+        return chunks * layout.chunk_nbytes <= _LITTLE and chunks <= self._most_on_host()
 
     @cached_property
     def _key_parts(self) -> int:

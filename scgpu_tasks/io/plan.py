@@ -104,23 +104,33 @@ def make_plan(parts: Sequence[tuple[Pieces, ChunkTable]]) -> ReadPlan:
         jobs.append(_jobs_of(number, pieces, table, n_table))
         damage.append(table.damage[pieces.chunk])
         n_table += len(pieces.source_table)
-    joined = Jobs(
-        *(
-            np.concatenate([getattr(j, name) for j in jobs])
-            for name in ("file", "chunk", "offset", "size", "walk", "whole")
-        )
-    )
+    joined = _join(jobs)
     damaged = np.concatenate(damage)
     absent = joined.size < 0
-    present = np.flatnonzero(~absent & ~damaged)
-    present = present[np.lexsort((joined.offset[present], joined.file[present]))]
+    kept = ~(absent | damaged)
+    present = joined if kept.all() else joined.take(kept)
+    # Shards mostly hold their chunks in order.
+    if not _in_order(present):
+        present = present.take(np.lexsort((present.offset, present.file)))
     return ReadPlan(
-        present=joined.take(present),
+        present=present,
         absent=joined.take(absent),
         damaged=joined.take(damaged),
         source_table=np.concatenate([p.source_table for p, _ in parts]),
         target_table=np.concatenate([p.target_table for p, _ in parts]),
     )
+
+
+def _join(parts: Sequence[Jobs]) -> Jobs:
+    if len(parts) == 1:
+        return parts[0]
+    names = ("file", "chunk", "offset", "size", "walk", "whole")
+    return Jobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def _in_order(jobs: Jobs) -> bool:
+    place = jobs.file * _FAR + jobs.offset
+    return bool((place[1:] >= place[:-1]).all())
 
 
 def _jobs_of(number: int, pieces: Pieces, table: ChunkTable, n_table: int) -> Jobs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +34,10 @@ from scgpu_tasks.io.selection import Ints, select_pieces
 
 MAX_OPEN = 64
 """Files of one request that are kept open; where there are more, each is opened in turn."""
+
+# Threads that plan at once take turns at the interpreter's lock, and all of them begin to read
+# only when the last is done; one after another, the first soon keeps disk and decoder busy.
+_planning = threading.Lock()
 
 
 class Handle(Protocol):
@@ -118,14 +123,14 @@ class Request:
         self.files = [_stored_file(item[0], key_parts) for item in batch]
         self._opener = opener
         self._open: dict[int, Handle] = {}
-        # Selections first: where one is refused, no file has been touched.
-        pieces = [
-            select_pieces(layout, item[2], item[3], drop_axes, out_shape, out_strides)
-            for item in batch
-        ]
         try:
             tables = [self._table(number) for number in range(len(self.files))]
-            self.plan: ReadPlan = make_plan(list(zip(pieces, tables, strict=True)))
+            with _planning:
+                pieces = [
+                    select_pieces(layout, item[2], item[3], drop_axes, out_shape, out_strides)
+                    for item in batch
+                ]
+                self.plan: ReadPlan = make_plan(list(zip(pieces, tables, strict=True)))
             self._refuse_damage()
         except BaseException:
             self.close()

@@ -210,7 +210,7 @@ class _Pool:
         self._free: list[Reader] = []
         self._lock = threading.Lock()
         self._readers = settings().readers
-        self._in_use = 0
+        self._lent: list[Reader] = []
         self._turn = threading.BoundedSemaphore(self._readers)
         self.given_up = False
         self._total = load_cupy().cuda.runtime.memGetInfo()[1]
@@ -230,23 +230,35 @@ class _Pool:
                 raise ClusterError(GIVEN_UP)
             with self._lock:
                 reader = self._free.pop() if self._free else None
-                self._in_use += 1
+            if reader is None:
+                reader = Reader(self.device)
+            with self._lock:
+                self._lent.append(reader)
             sound = False
             try:
-                if reader is None:
-                    reader = Reader(self.device)
                 yield reader
                 sound = True
             finally:
                 with self._lock:
-                    self._in_use -= 1
-                if reader is not None:
-                    self._take_back(reader, sound=sound)
+                    self._lent.remove(reader)
+                self._take_back(reader, sound=sound)
 
     @property
     def in_use(self) -> int:
         """Number of reads that are running."""
-        return self._in_use
+        return len(self._lent)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a reader is there, and none is lent."""
+        return not self._lent and bool(self._free) and not self.given_up
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a batch of some read is being decoded."""
+        with self._lock:
+            lent = list(self._lent)
+        return any(not slot.done.done for reader in lent for slot in reader.slots)
 
     def _take_back(self, reader: Reader, *, sound: bool) -> None:
         # Nothing may still write into the caller's output, or into scratch that the next
@@ -314,6 +326,20 @@ def reads_running(device: int) -> int:
     with _pools_lock:
         pool = _pools.get(device)
     return 0 if pool is None else pool.in_use
+
+
+def is_idle(device: int) -> bool:
+    """Tell whether nothing is read on a device, and all is there that a read needs."""
+    with _pools_lock:
+        pool = _pools.get(device)
+    return pool is not None and pool.is_idle
+
+
+def is_decoding(device: int) -> bool:
+    """Tell whether a batch is being decoded on a device, for whichever read of this process."""
+    with _pools_lock:
+        pool = _pools.get(device)
+    return pool is not None and pool.is_decoding
 
 
 def scratch_held() -> int:

@@ -131,6 +131,29 @@ def select_pieces(
     return _product(layout, axes, out_strides)
 
 
+def count_chunks(layout: ArrayLayout, chunk_selection: Any) -> int:
+    """Return how many chunks of one file a selection touches at most.
+
+    Parameters
+    ----------
+    layout
+        Of the array.
+    chunk_selection
+        As zarr hands it to ``CodecPipeline.read``.
+    """
+    selectors = chunk_selection if isinstance(chunk_selection, tuple) else (chunk_selection,)
+    most = 1
+    for selector, length, width in zip(
+        selectors, layout.file_shape, layout.chunk_shape, strict=False
+    ):
+        if isinstance(selector, slice):
+            start, stop, _ = selector.indices(length)
+            most *= max(0, -(-stop // width) - start // width)
+        elif isinstance(selector, np.ndarray) and selector.ndim > 0:
+            most *= min(selector.size, -(-length // width))
+    return most
+
+
 # Pieces of the slices used last. Whole files are what is read most, and making the pieces of
 # one again would take as long as all else that is done for it.
 _known: OrderedDict[tuple[Any, ...], Pieces] = OrderedDict()

@@ -207,23 +207,25 @@ def one_chunk(store: Path, array: Any) -> dict[str, float]:
     """What one chunk takes on the host, and by GPU beside KvikIO and nvCOMP alone."""
     from scgpu_tasks.io import gpu_packages
 
-    found = spread(chunk_times(array, 200), "")
+    # By turns: processors that just slept are slower than those that repeat themselves.
+    bare = host_parts_of_a_chunk(store / "X/data", array)
+    times, alone = chunk_times(array, 300, bare)
+    found = spread(times, "")
+    found["host alone: file, zstd and copy"] = round(statistics.median(alone), 3)
+    found["overhead"] = round(found["median"] - statistics.median(alone), 3)
     before = gpu_packages.configure(replace(gpu_packages.settings(), small_request=0))
     try:
-        found |= spread(chunk_times(array, 60), "by GPU: ")
+        found |= spread(chunk_times(array, 60)[0], "by GPU: ")
     finally:
         gpu_packages.configure(before)
-    alone = host_parts_of_a_chunk(store / "X/data", array)
-    found["host alone: file, zstd and copy"] = round(alone, 3)
-    found["overhead"] = round(found["median"] - alone, 3)
     reading, decoding = parts_of_a_chunk(store / "X/data", array)
     found["KvikIO alone"], found["nvCOMP alone"] = round(reading, 3), round(decoding, 3)
     found["by GPU: overhead"] = round(found["by GPU: median"] - reading - decoding, 3)
     return found
 
 
-def host_parts_of_a_chunk(path: Path, array: Any) -> float:
-    """Median milliseconds of reading, decoding by zstd, and copying a chunk."""
+def host_parts_of_a_chunk(path: Path, array: Any) -> Callable[[], None]:
+    """Return a call that reads a chunk, decodes it by zstd, and copies it to the device."""
     import cupy as cp
     from numcodecs.zstd import Zstd
 
@@ -245,15 +247,19 @@ def host_parts_of_a_chunk(path: Path, array: Any) -> float:
         target.set(np.frombuffer(Zstd().decode(stored), np.uint8))
         cp.cuda.get_current_stream().synchronize()
 
-    return statistics.median([1000 * timed(one) for _ in range(200)])
+    return one
 
 
-def chunk_times(array: Any, n: int) -> list[float]:
-    width, times = array.chunks[0], []
+def chunk_times(
+    array: Any, n: int, between: Callable[[], None] = lambda: None
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of reading one chunk, and of another call by turns with it; sorted."""
+    width, times, others = array.chunks[0], [], []
     for i in range(n):
         start = i % (array.shape[0] // width) * width
         times.append(1000 * timed(lambda s=start: read_block(array, s, s + width)))
-    return sorted(times[n // 10 :])
+        others.append(1000 * timed(between))
+    return sorted(times[n // 10 :]), sorted(others[n // 10 :])
 
 
 def spread(times: list[float], prefix: str) -> dict[str, float]:

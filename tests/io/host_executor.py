@@ -7,6 +7,7 @@ zstd, and elements are moved as the scatter kernel's jobs say.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,12 @@ class HostPipeline(KvikioCodecPipeline):
     def _mark(self, target: Any) -> Any:
         return None
 
+    def _can_begin(self, target: Any, ready: Any) -> bool:
+        return True
+
+    def _most_on_host(self) -> int:
+        return 2
+
     def _upload(self, host: Any, target: Any, ready: Any) -> None:
         target[...] = host
 
@@ -37,7 +44,17 @@ class HostPipeline(KvikioCodecPipeline):
         self, open_request: Callable[[Any], Request], target: Any, ready: Any
     ) -> tuple[Request, ArrayCounts]:
         with open_request(lambda path: open(path, "rb")) as request:  # noqa: PTH123
+            touched = len(request.plan.present) + len(request.plan.absent)
+            assert not on_event_loop() or touched <= self._most_on_host()
             return request, execute(request, target)
+
+
+def on_event_loop() -> bool:
+    """Whether this is the thread that all requests of zarr go through."""
+    try:
+        return bool(asyncio.get_running_loop())
+    except RuntimeError:
+        return False
 
 
 def execute(request: Request, out: np.ndarray) -> ArrayCounts:

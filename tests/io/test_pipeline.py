@@ -27,7 +27,7 @@ from scgpu_tasks.io.counters import read_statistics, reset_statistics
 from scgpu_tasks.io.pipeline import FALLBACK_KEY, PATH, STRICT_KEY, KvikioCodecPipeline
 from scgpu_tasks.io.request import Request, decode_chunk
 from tests.io.damage import damage
-from tests.io.host_executor import HostPipeline
+from tests.io.host_executor import HostPipeline, on_event_loop
 from tests.io.read_cases import CHAINS, open_with, read, same_bytes, seeded
 
 P = cpu.buffer_prototype
@@ -266,6 +266,38 @@ def test_many_threads_may_read_at_once(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(one, starts))
+
+
+def test_only_what_takes_no_time_is_read_on_zarrs_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    class Watched(HostPipeline):
+        def _execute(self, *args: Any) -> Any:
+            seen.append(on_event_loop())
+            return super()._execute(*args)
+
+    values = np.arange(4000, dtype="f4")
+    write(tmp_path / "a", values, chunks=(100,), shards=(1000,))
+    write(tmp_path / "raw", values, chunks=(100,), shards=(1000,), compressors=None)
+    array, raw = (open_with(tmp_path / name, "C", Watched) for name in ("a", "raw"))
+    steps = [
+        slice(250, 350),
+        slice(200, 300),
+        slice(200, 401),
+        slice(900, 1100),
+        slice(5, 999, 400),
+    ]
+    for part in steps:
+        assert same_bytes(read(array, "basic", (part,), P), values[part])
+    # One chunk or two of one file; three chunks, two files, and three far apart are too much.
+    assert seen == [True, True, False, False, False]
+    seen.clear()
+    read(raw, "basic", (slice(0, 50),), P)
+    monkeypatch.setattr(Watched, "_can_begin", lambda *_: False)
+    read(array, "basic", (slice(0, 50),), P)
+    assert seen == [False, False]
 
 
 def test_statistics_are_plain_values(tmp_path: Path) -> None:
