@@ -8,7 +8,7 @@ import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Source:
     form: str
     root: h5py.Group | zarr.Group
     _closers: tuple[Any, ...] = ()
+    _nodes: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def is_local(self) -> bool:
@@ -64,7 +65,22 @@ class Source:
 
     def node(self, path: str) -> Any:
         """Group or array at a path such as ``X/data``; the root for an empty path."""
-        return self.root[path] if path else self.root
+        if not path:
+            return self.root
+        # zarr reads the documents of a node each time it is asked for it.
+        if path not in self._nodes:
+            self._nodes[path] = self.root[path]
+        return self._nodes[path]
+
+    def members(self, path: str) -> list[str]:
+        """Names of what is in a group; the root's for an empty path."""
+        group = self.node(path)
+        if not isinstance(group, zarr.Group):
+            return list(group)
+        found = dict(group.members())
+        prefix = f"{path}/" if path else ""
+        self._nodes |= {f"{prefix}{name}": node for name, node in found.items()}
+        return list(found)
 
     def stamp(self) -> str:
         """Hex SHA-256 that changes when the source is changed in any ordinary way."""
@@ -305,21 +321,21 @@ def _local_files(path: Path) -> Iterator[Any]:
         stat = path.stat()
         yield [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         return
-    pending = [path]
+    pending = [""]
     while pending:
-        folder = pending.pop()
-        with os.scandir(folder) as entries:
+        below = pending.pop()
+        with os.scandir(path / below) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
         for entry in found:
+            name = below + entry.name
             if entry.is_dir():
-                pending.append(Path(entry.path))
+                pending.append(f"{name}/")
                 continue
             stat = entry.stat()
-            name = os.path.relpath(entry.path, path)
             # The modification time can be put back, the status-change time cannot.
             item: list[Any] = [name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
             if entry.name in _METADATA:
-                item.append(hashlib.sha256(Path(entry.path).read_bytes()).hexdigest())
+                item.append(hashlib.sha256((path / name).read_bytes()).hexdigest())
             yield item
 
 

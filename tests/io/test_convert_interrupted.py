@@ -449,11 +449,13 @@ def test_a_write_that_went_wrong_is_found_by_reading_back(
     write(atlas(), tmp_path / "a.zarr", "zarr v3", 0)
     right = encode.compress_chunks
 
-    def wrong(values: np.ndarray, nbytes: int, level: int) -> tuple[bytes, list[int]]:
+    def wrong(
+        values: np.ndarray, nbytes: int, level: int, *, numbers: bool
+    ) -> tuple[bytes, list[int]]:
         damaged = values.copy()
         if len(damaged) > 40_000:
             damaged[12] ^= 255
-        return right(damaged, nbytes, level)
+        return right(damaged, nbytes, level, numbers=numbers)
 
     monkeypatch.setattr(encode, "compress_chunks", wrong)
     with pytest.raises(CorruptChunkError, match=r"position 3 holds .* instead of the source's"):

@@ -16,7 +16,7 @@ import scgpu_tasks
 from scgpu_tasks.errors import CorruptChunkError, ScgpuError, StoreError
 from scgpu_tasks.io.convert import elements
 from scgpu_tasks.io.convert.audit import file_sums, list_files, require_untouched
-from scgpu_tasks.io.convert.encode import encoder_version
+from scgpu_tasks.io.convert.compress import encoder_version
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
 from scgpu_tasks.io.convert.presence import require_files
@@ -169,7 +169,7 @@ def convert_zarr(
                     require_untouched(target, absolute(src))
                 work.note_end(done | {"shards_reused": done["shards"]})
                 work.publish(overwrite=may)
-        except CorruptChunkError:
+        except (CorruptChunkError, StoreError):
             # Half of an old file and half of a new one is no damage.
             conversion.require_same_source()
             raise
@@ -259,18 +259,21 @@ class _Conversion:
     ) -> dict[str, Any]:
         """Write everything that is missing; the store is complete then, but for its name."""
         work = self.work
-        finished = self._finished() if work.begin(self.key) else {}
+        begun = work.begin(self.key)
+        finished = self._finished() if begun and self._is_described() else {}
         self.values.update_plan()
         jobs = [job for job in all_jobs(self.values.plan) if job.key not in finished]
         check_space(self.values, jobs, work, self.spec)
         work.notes += scratch_notes(self.values)
         remove(work.scratch)
+        if not self._is_described():
+            remove(work.store)
+            work.store.mkdir()
         with Runner(self.worker, threads) as runner:
             prepare(runner)
-            self._write_small()
             jobs = all_jobs(self.values.plan)
             reused = sum(job.key in finished for job in jobs)
-            finished |= self._write_arrays(runner, jobs, finished, progress)
+            finished |= self._write(runner, jobs, finished, progress)
         self._finish(finished)
         lines = list(finished.values())
         return {
@@ -296,10 +299,14 @@ class _Conversion:
                 found[line["key"]] = line
         return found
 
+    def _is_described(self) -> bool:
+        """Whether an earlier run wrote all but arrays and strings; it noted no file before."""
+        return any("small" in line for line in self.work.journal())
+
     def _write_small(self) -> None:
-        """Write groups, array metadata and single elements; shards stay."""
+        """Write groups, array metadata and single elements, if they are not there."""
         work, plan = self.work, self.values.plan
-        if any("small" in line for line in work.journal()):
+        if self._is_described():
             return
         root = zarr.open_group(str(work.store), mode="a", zarr_format=3)
         elements.create_groups(root, plan)
@@ -327,27 +334,36 @@ class _Conversion:
                 elements.check_strings(self.source, at, root, path)
         work.note({"strings": True})
 
-    def _write_arrays(
+    def _write(
         self,
         runner: Runner,
         jobs: list[Job],
         finished: dict[str, dict[str, Any]],
         progress: Callable[[Progress], None] | None,
     ) -> dict[str, dict[str, Any]]:
-        """Write what is missing of the arrays, and all strings."""
+        """Write what is missing of the arrays, and all else beside them."""
         missing = [job for job in jobs if job.key not in finished]
         meter = Meter(jobs, progress, [job for job in jobs if job.key in finished])
-        lines = {}
-        # The interpreter handles strings one by one, which is not to keep the others waiting.
-        with ThreadPoolExecutor(1, thread_name_prefix="convert") as pool:
-            strings = pool.submit(self._write_strings)
-            for job, line in runner.map("write", missing, "prepared"):
-                self.work.note(line)
-                lines[job.key] = line
-                meter.add(job)
-                if strings.done():
-                    strings.result()
-            strings.result()
+        if runner.on_cluster:
+            self._write_small()
+        described, lines = self.worker.described, {}
+        described.clear()
+        with runner.writing(missing, "prepared") as written:
+            try:
+                # In this thread: it changes the filters of warnings, which all threads share.
+                self._write_small()
+            finally:
+                described.set()
+            # The interpreter handles strings one by one, which is not to keep others waiting.
+            with ThreadPoolExecutor(1, thread_name_prefix="convert") as pool:
+                strings = pool.submit(self._write_strings)
+                for job, line in written:
+                    self.work.note(line)
+                    lines[job.key] = line
+                    meter.add(job)
+                    if strings.done():
+                        strings.result()
+                strings.result()
         return lines
 
     def _finish(self, lines: dict[str, dict[str, Any]]) -> None:

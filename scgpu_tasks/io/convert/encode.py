@@ -9,17 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import google_crc32c
 import numpy as np
-import zstandard
 
+from scgpu_tasks.io.convert.compress import compress_chunks
 from scgpu_tasks.io.convert.layout import Layout
 
 PIECE_BYTES = 2 * 1024 * 1024
 _ABSENT = np.uint64(2**64 - 1)
-_local = threading.local()
 _libc = ctypes.CDLL(None)
 _SYNC_FILE_RANGE_WRITE = 2
 # Rows start:stop of an array, as they are to be stored.
@@ -33,54 +31,6 @@ class Written:
     size: int
     crc32c: str
     decoded: int
-
-
-def compress(values: bytes | memoryview | np.ndarray, level: int) -> bytes:
-    """Return one zstd frame with the content size and a checksum.
-
-    The checksum costs next to nothing, and lets every reader notice a flipped bit that would
-    otherwise decode to other values.
-    """
-    frame: bytes = _compressor(level).compress(memoryview(values))
-    return frame
-
-
-def compress_chunks(values: np.ndarray, nbytes: int, level: int) -> tuple[bytes, list[int]]:
-    """Compress bytes chunk by chunk, into the frames that `compress` gives.
-
-    All of it happens in one call without the interpreter's lock: taken for each chunk, the lock
-    keeps many threads waiting for each other.
-
-    Parameters
-    ----------
-    values
-        Bytes, contiguous.
-    nbytes
-        Of each chunk; the length of `values` is a multiple of it.
-
-    Returns
-    -------
-    The frames one after another, and the size of each.
-    """
-    parts = np.empty((len(values) // nbytes, 2), np.uint64)
-    parts[:, 0], parts[:, 1] = np.arange(len(parts)) * nbytes, nbytes
-    chunks = zstandard.BufferWithSegments(memoryview(values), parts.tobytes())
-    frames = _compressor(level).multi_compress_to_buffer(chunks, threads=1)
-    found: list[Any] = [frames[i] for i in range(len(frames))]
-    return b"".join(found), [len(frame) for frame in found]
-
-
-def _compressor(level: int) -> zstandard.ZstdCompressor:
-    codecs = _local.__dict__.setdefault("codecs", {})
-    if level not in codecs:
-        codecs[level] = zstandard.ZstdCompressor(level=level, write_checksum=True)
-    found: zstandard.ZstdCompressor = codecs[level]
-    return found
-
-
-def encoder_version() -> str:
-    """Name of what decides the stored bytes of equal values."""
-    return f"zstd {'.'.join(map(str, zstandard.ZSTD_VERSION))}"
 
 
 def pieces(layout: Layout, start: int, stop: int) -> list[tuple[int, int]]:
@@ -100,8 +50,14 @@ class FileWriter:
         Where the file goes; its folder is made.
     scratch
         A name nobody else uses, on the same file system.
+    layout, coords
+        Of the array; which of its files this is.
+    level
+        Of zstd.
     rows
         Returns the values; called for one of `pieces` at a time.
+    numbers
+        Whether they are column numbers.
     """
 
     def __init__(
@@ -112,9 +68,12 @@ class FileWriter:
         coords: tuple[int, ...],
         level: int,
         rows: Rows,
+        *,
+        numbers: bool = False,
     ) -> None:
         self._target, self._scratch = target, scratch
         self._layout, self._level, self._rows = layout, level, rows
+        self._numbers = numbers
         box = layout.box(coords)
         self.pieces = pieces(layout, box[0].start, box[0].stop)
         grid = [-(-f // c) for f, c in zip(layout.file_shape, layout.chunk, strict=True)]
@@ -138,7 +97,7 @@ class FileWriter:
         flat = _chunk_bytes(values, self._layout)
         del values
         chunk_bytes = prod(self._layout.chunk) * self._layout.itemsize
-        frames, sizes = compress_chunks(flat, chunk_bytes, self._level)
+        frames, sizes = compress_chunks(flat, chunk_bytes, self._level, numbers=self._numbers)
         with self._lock:
             self._encoded[number] = (frames, sizes, nbytes)
             while self.written in self._encoded:

@@ -33,21 +33,33 @@ class FileWork:
         Folder of the store, and for files that are not complete.
     level
         Of zstd.
-    verify
-        Compare what was written with the source.
+    described
+        Set once the file can be read back, to be compared with the source; None: it is not.
     """
 
     def __init__(
-        self, values: Values, store: Path, scratch: Path, job: Job, level: int, *, verify: bool
+        self,
+        values: Values,
+        store: Path,
+        scratch: Path,
+        job: Job,
+        level: int,
+        described: threading.Event | None,
     ) -> None:
         self.job = job
-        self._values, self._store, self._verify = values, store, verify
+        self._values, self._store, self._described = values, store, described
         self._target = store / job.key
-        layout, rows = values.plan.array(job.path).layout, values.rows(job.path)
+        item, rows = values.plan.array(job.path), values.rows(job.path)
         try:
             scratch.mkdir(exist_ok=True)
             self._writer = FileWriter(
-                self._target, scratch / uuid.uuid4().hex, layout, job.coords, level, rows
+                self._target,
+                scratch / uuid.uuid4().hex,
+                item.layout,
+                job.coords,
+                level,
+                rows,
+                numbers=item.numbers,
             )
         except OSError as error:
             raise write_error(error, self._target) from error
@@ -61,7 +73,7 @@ class FileWork:
     @property
     def line(self) -> dict[str, Any]:
         """What the journal is to say of the complete file."""
-        return {"key": self.job.key, "verified": self._verify} | self._line
+        return {"key": self.job.key, "verified": self._described is not None} | self._line
 
     def claim(self) -> range | None:
         """Take the next pieces that nobody works on; None where there are none now."""
@@ -102,8 +114,9 @@ class FileWork:
             raise
         except OSError as error:
             raise write_error(error, self._target) from error
-        if not self._verify:
+        if self._described is None:
             return True
+        self._described.wait()
         check = FileCheck(self._values, self._store, self.job)
         with self._lock:
             self._check, self._next = check, 0

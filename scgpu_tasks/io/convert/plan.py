@@ -48,6 +48,8 @@ class ArrayItem:
         Whether a cast must not round: everywhere but from float to float, which is asked for.
     limit
         Values must be below it: the number of columns of an ``indices`` array; None: no limit.
+    numbers
+        Whether it holds the column numbers (row numbers of CSC) of a sparse matrix.
     """
 
     path: str
@@ -57,6 +59,7 @@ class ArrayItem:
     kind: str = "copy"
     exact: bool = True
     limit: int | None = None
+    numbers: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,15 +142,16 @@ def make_plan(source: Source, spec: ConvertSpec) -> Plan:
         return plan
     if "raw" not in root and "raw.X" in root:
         plan.groups.append(("raw", {"encoding-type": "raw", "encoding-version": "0.1.0"}))
-    for name in root:
+    for name in source.members(""):
         if not name.startswith("raw."):
-            _walk(plan, source, spec, name, name, root[name])
+            _walk(plan, source, spec, name, name)
         elif "raw" not in root:
-            _walk(plan, source, spec, name.replace(".", "/", 1), name, root[name])
+            _walk(plan, source, spec, name.replace(".", "/", 1), name)
     return plan
 
 
-def _walk(plan: Plan, source: Source, spec: ConvertSpec, path: str, at: str, node: Any) -> None:
+def _walk(plan: Plan, source: Source, spec: ConvertSpec, path: str, at: str) -> None:
+    node = source.node(at)
     kind = encoding(node)
     is_group = hasattr(node, "keys")
     attrs = plain_attrs(node)
@@ -162,9 +166,9 @@ def _walk(plan: Plan, source: Source, spec: ConvertSpec, path: str, at: str, nod
         plan.groups.append((path, attrs))
         if kind == "dataframe":
             _check_columns(source, path, node, attrs)
-        for name in node:
+        for name in source.members(at):
             _check_name(source, path, name)
-            _walk(plan, source, spec, f"{path}/{name}", f"{at}/{name}", node[name])
+            _walk(plan, source, spec, f"{path}/{name}", f"{at}/{name}")
     elif not is_group and kind == "string-array" and len(node.shape) >= 1:
         plan.strings.append((path, at, attrs))
     elif not is_group and _streams(node, kind, path):
@@ -299,6 +303,7 @@ def sparse_arrays(
                 kind=name if changed else "copy",
                 exact=exact,
                 limit=limit,
+                numbers=name == "indices",
             )
         )
     return items

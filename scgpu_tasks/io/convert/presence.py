@@ -40,8 +40,9 @@ def require_files(values: Values) -> None:
 
 
 def _require_matrix(values: Values, item: SparseItem) -> None:
-    group: Any = values.source.root[item.source]
-    data, indices = group["data"], group["indices"]
+    data, indices = (
+        values.source.node(f"{item.source}/{name}") for name in ("data", "indices")
+    )
     for key, start, stop in missing_files(data):
         if stop - start <= _FEW:
             continue

@@ -7,12 +7,14 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.io.clients import current_client
 from scgpu_tasks.io.convert.memory import threads_within
-from scgpu_tasks.io.convert.team import Team
+from scgpu_tasks.io.convert.progress import Job
+from scgpu_tasks.io.convert.team import Team, Written
 from scgpu_tasks.io.convert.worker import Worker, forget, remote
 
 
@@ -59,9 +61,25 @@ class Runner:
         if self._client is not None:
             return self._on_cluster(method, jobs, stage)
         threads = threads_within(self.worker.values, method, self._threads)
-        if method == "write":
-            return Team(self.worker.begin, threads).run(jobs)
         return self._on_threads(method, jobs, threads)
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether other processes do the work."""
+        return self._client is not None
+
+    @contextmanager
+    def writing(self, jobs: Sequence[Job], stage: str) -> Iterator[Written]:
+        """Have files written from here on; yields an iterator of what is complete.
+
+        Leaving the block stops what is not.
+        """
+        if self._client is not None:
+            yield self._on_cluster("write", jobs, stage)
+            return
+        threads = threads_within(self.worker.values, "write", self._threads)
+        with Team(self.worker.begin, threads).running(jobs) as written:
+            yield written
 
     def _on_threads(
         self, method: str, jobs: Sequence[Any], threads: int

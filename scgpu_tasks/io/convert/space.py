@@ -7,14 +7,14 @@ import shutil
 import numpy as np
 
 from scgpu_tasks.errors import OutputError
-from scgpu_tasks.io.convert.encode import compress
+from scgpu_tasks.io.convert.compress import compress
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.values import Values
 from scgpu_tasks.io.convert.work import WorkFolder
 
 _SAMPLES = 3
-_SAMPLE_BYTES = 1024 * 1024
+_SAMPLE_BYTES = 256 * 1024
 # Arrays smaller than this are not worth a sample: count them as incompressible.
 _SMALL = 16 * 1024 * 1024
 

@@ -6,11 +6,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
 from scgpu_tasks.io.convert.filework import FileWork
 from scgpu_tasks.io.convert.progress import Job
+
+Written = Iterator[tuple[Job, dict[str, Any]]]
+"""Files and their lines for the journal."""
 
 
 class Team:
@@ -33,10 +37,14 @@ class Team:
         self._stopped = False
         self._ended: SimpleQueue[FileWork | BaseException] = SimpleQueue()
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
-        """Yield each file and its line for the journal, as they are complete.
+    @contextmanager
+    def running(self, jobs: Sequence[Job]) -> Iterator[Written]:
+        """Have the files written from here on; the threads end with the block.
 
-        The first error stops the rest.
+        Yields
+        ------
+        An iterator of each file and its line for the journal, as they are complete. It raises
+        the first error.
         """
         self._queue, self._unfinished = deque(jobs), len(jobs)
         try:
@@ -44,16 +52,19 @@ class Team:
                 for _ in range(self._threads):
                     pool.submit(self._work)
                 try:
-                    for _ in jobs:
-                        ended = self._ended.get()
-                        if isinstance(ended, BaseException):
-                            raise ended
-                        yield ended.job, ended.line
+                    yield self._results(len(jobs))
                 finally:
                     self._stop()
         finally:
             for work in self._active:
                 work.abort()
+
+    def _results(self, n: int) -> Written:
+        for _ in range(n):
+            ended = self._ended.get()
+            if isinstance(ended, BaseException):
+                raise ended
+            yield ended.job, ended.line
 
     def _stop(self) -> None:
         with self._changed:

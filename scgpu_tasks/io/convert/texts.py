@@ -15,7 +15,7 @@ from zarr.core.metadata import ArrayV2Metadata
 from zarr.core.sync import sync
 
 from scgpu_tasks.io.convert.chunks import decode_blosc
-from scgpu_tasks.io.convert.encode import compress
+from scgpu_tasks.io.convert.compress import compress
 from scgpu_tasks.io.strings import file_reader
 
 # Strings in a file of an array, and a function that returns the decoded chunks in one.

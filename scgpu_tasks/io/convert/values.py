@@ -135,7 +135,7 @@ class Values:
         return self._transpositions[path]
 
     def _check_range(self, item: ArrayItem, values: np.ndarray, start: int) -> None:
-        if not values.size or (values.min() >= 0 and values.max() < (item.limit or 0)):
+        if not values.size or _within(values, item.limit or 0):
             return
         at = int(np.flatnonzero((values < 0) | (values >= (item.limit or 0)))[0])
         msg = (
@@ -168,6 +168,14 @@ class Values:
             )
             raise DataError(msg)
         return cast
+
+
+def _within(values: np.ndarray, limit: int) -> bool:
+    """Whether all values are from 0 to below `limit`."""
+    if values.dtype.kind == "i":
+        # Seen without its sign a negative number is larger than any limit.
+        return bool(values.view(f"u{values.itemsize}").max() < limit)
+    return bool(values.min() >= 0 and values.max() < limit)
 
 
 def check_sparse(values: Values, item: SparseItem) -> None:

@@ -72,11 +72,15 @@ class Worker:
         plan = make_plan(self.source, task.spec)
         self.values = Values(self.source, plan, Prepared(root / "prepared"), self.scratch)
         self.values.update_plan()
+        # Whether the metadata of all arrays are in the store, so that they can be read back.
+        self.described = threading.Event()
+        self.described.set()
 
     def begin(self, job: Job) -> FileWork:
         """Open the work on one file."""
-        level, verify = self.task.spec.level, self.task.verify
-        return FileWork(self.values, self.store, self.scratch, job, level, verify=verify)
+        described = self.described if self.task.verify else None
+        level = self.task.spec.level
+        return FileWork(self.values, self.store, self.scratch, job, level, described)
 
     def write(self, job: Job) -> dict[str, Any]:
         """Write one file, read it back and compare it.
