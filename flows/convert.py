@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
-from scgpu_tasks.operate.form import AtLeast
+from scgpu_tasks.operate.form import AtLeast, OneOf
 
 
 def atlas_convert(
@@ -26,6 +26,7 @@ def atlas_convert(
     shard_bytes: int = 128 * 1024 * 1024,
     level: Annotated[int, AtLeast(1)] = 3,
     workers: Annotated[int, AtLeast(1)] | None = None,
+    device: Annotated[str, OneOf("auto", "cpu", "gpu")] = "auto",
     staging: str | None = None,
 ) -> list[dict[str, Any]]:
     """Convert AnnData sources into stores that a GPU reads fast.
@@ -43,6 +44,7 @@ def atlas_convert(
         shard_bytes: Decoded size of a shard.
         level: zstd level.
         workers: Threads; by default one for each processor.
+        device: Who compresses; auto takes a GPU where there is one and it pays.
         staging: Local folder for a store that goes to a URL.
 
     Returns
@@ -69,6 +71,7 @@ def atlas_convert(
         "overwrite": overwrite,
         "verify": verify,
         "workers": workers,
+        "device": device,
         "staging": staging,
     }
     results: list[dict[str, Any]] = []

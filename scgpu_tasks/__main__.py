@@ -122,6 +122,12 @@ def add_convert_options(parser: argparse.ArgumentParser) -> None:
     add("--level", type=int, metavar="N", help="zstd level (3)")
     add("--staging", metavar="DIR", help="local folder for a store that goes to a URL")
     add("--workers", type=int, metavar="N", help="threads (one per processor)")
+    add(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="who compresses (auto: a GPU where it pays)",
+    )
 
 
 def convert_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -138,6 +144,7 @@ def convert_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "overwrite": arguments.overwrite,
         "verify": not arguments.no_verify,
         "workers": arguments.workers,
+        "device": arguments.device,
         "staging": Path(arguments.staging) if arguments.staging else None,
     }
 

@@ -1,5 +1,6 @@
 // Kernels around nvCOMP's batched zstd decoder: what is checked before and after it, and how
-// decoded elements reach an output that is not laid out as the chunk is.
+// decoded elements reach an output that is not laid out as the chunk is. At the end, what its
+// encoder leaves undone.
 //
 // Pointers travel as 64-bit integers, and nothing is included, so that NVRTC needs no headers
 // and a host compiler can run the same code in the tests.
@@ -396,4 +397,27 @@ extern "C" __global__ void scatter(
       move(target + to, source != 0 ? source + from : (const u8*)fill, itemsize);
     }
   }
+}
+
+// After the encoder, one thread a chunk: end its frame with the hash of its content, which the
+// header announces then. Frames lie `stride` bytes apart, and have room for it.
+extern "C" __global__ void seal(
+    u64 frames, u64 stride, u64 size_p, u64 value_p, u64 lane_p, u32 n, u64 content) {
+  u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  u8* frame = (u8*)(frames + i * stride);
+  u64* size = (u64*)size_p + i;
+  u64 hash = finish_hash(
+      (const u64*)lane_p + 4 * (u64)i, (const u8*)((const u64*)value_p)[i], content);
+  frame[4] |= 4;
+  for (u32 k = 0; k < 4; ++k) frame[*size + k] = (u8)(hash >> (8 * k));
+  *size += 4;
+}
+
+// One block a frame: bring them together, each to where the sizes of all before it end.
+extern "C" __global__ void pack(u64 frames, u64 stride, u64 size_p, u64 end_p, u64 packed) {
+  u64 size = ((const u64*)size_p)[blockIdx.x];
+  const u8* from = (const u8*)(frames + blockIdx.x * stride);
+  u8* to = (u8*)packed + ((const u64*)end_p)[blockIdx.x] - size;
+  for (u64 i = threadIdx.x; i < size; i += blockDim.x) to[i] = from[i];
 }

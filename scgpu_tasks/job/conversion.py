@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scgpu_tasks.errors import OutputError, ParameterError, StoreError
 from scgpu_tasks.job.steps import describe
@@ -29,11 +29,14 @@ class Conversion:
         Path of the store to write.
     work
         Folder of stage outputs.
+    device
+        Who compresses: as for `scgpu_tasks.io.convert_zarr`.
     """
 
     source: str
     store: str
     work: str
+    device: Literal["auto", "cpu", "gpu"] = "auto"
 
     def to_json(self) -> dict[str, Any]:
         """Field names and values."""
@@ -123,6 +126,7 @@ def convert_step(
         job.store,
         spec=_spec(),
         overwrite=True if refresh else "untouched" if may_replace(job) else False,
+        device=job.device,
         progress=report,
     )
     if not is_current(job.source, job.store, _spec()):

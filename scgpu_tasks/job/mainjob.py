@@ -179,7 +179,10 @@ class _Job:
             if p["source"] is not None:
                 with self._stage("convert") as entry:
                     job = Conversion(
-                        source=absolute(p["source"]), store=self.store, work=self.work
+                        source=absolute(p["source"]),
+                        store=self.store,
+                        work=self.work,
+                        device="cpu" if self.device == "cpu" else "auto",
                     )
                     if job.made() is None:
                         from scgpu_tasks.job.probe import probe_source

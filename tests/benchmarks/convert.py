@@ -9,7 +9,8 @@ next time), then runs for each of them, in processes of their own:
 - zstd: every chunk of the result compressed again by plain zstd, on as many threads;
 - convert, verified: convert_zarr, without and with verification;
 - anndata: read, then write_zarr with its default settings (not with --nnz: it takes minutes);
-- gpu: where there is a GPU, the same chunks compressed by nvCOMP, from and to host memory.
+- where there is a GPU: convert and verified once more, with the GPU compressing; and gpu, the
+  same chunks compressed by nvCOMP, from and to host memory.
 
 Peak memory is the largest resident set of the process. Results are printed as JSON.
 """
@@ -39,13 +40,15 @@ else:
 NNZ_PER_CELL = 950
 
 
-def run_convert(source: Path, target: Path, *, workers: int, verify: bool) -> dict[str, Any]:
+def run_convert(
+    source: Path, target: Path, *, workers: int, verify: bool, device: Any = "cpu"
+) -> dict[str, Any]:
     """Convert; the time is that of the whole call."""
     from scgpu_tasks.io.convert import convert_zarr
 
     shutil.rmtree(target, ignore_errors=True)
     cpu = time.process_time()
-    result = convert_zarr(source, target, workers=workers, verify=verify)
+    result = convert_zarr(source, target, workers=workers, verify=verify, device=device)
     return {
         "seconds": result.seconds,
         "cpu_seconds": time.process_time() - cpu,
@@ -204,6 +207,10 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
             found = run_convert(source, target, workers=workers, verify=False)
         case "verified":
             found = run_convert(source, target, workers=workers, verify=True)
+        case "convert, GPU" | "verified, GPU":
+            verify = options.one.startswith("verified")
+            target = options.folder / "gpu.zarr"
+            found = run_convert(source, target, workers=workers, verify=verify, device="gpu")
         case "zstd":
             found = run_zstd(target, workers=workers, level=3)
         case "gpu":
@@ -251,6 +258,9 @@ def main() -> None:
     whats = ["convert", "zstd", "verified", "anndata"]
     if options.nnz:
         options.cells, whats = options.nnz // NNZ_PER_CELL, whats[:3]
+    has_gpu = shutil.which("nvidia-smi") is not None
+    if has_gpu:
+        whats += ["convert, GPU", "verified, GPU"]
     report: dict[str, Any] = {
         "workers": options.workers,
         "cells": options.cells,
@@ -263,7 +273,7 @@ def main() -> None:
         found = {what: measure(what, source, options) for what in whats}
         report[name] = found | {"ratios": ratios(found)}
     print(json.dumps(report, indent=1), flush=True)
-    if shutil.which("nvidia-smi"):
+    if has_gpu:
         found = measure("gpu", options.folder / SOURCES[0], options)
         print(json.dumps({"gpu": found}, indent=1))
 

@@ -170,29 +170,12 @@ def kernels() -> Any:
     return cp.RawModule(code=source, options=("-std=c++17",))
 
 
-_SEAL = """
-// End each frame with the hash of its content, and say so in its header.
-extern "C" __global__ void seal(
-    u64 frames, u64 stride, u64 size_p, u64 value_p, u64 lane_p, u32 n, u64 content) {
-  u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  u8* frame = (u8*)(frames + i * stride);
-  u64* size = (u64*)size_p + i;
-  u64 hash = finish_hash(
-      (const u64*)lane_p + 4 * (u64)i, (const u8*)((const u64*)value_p)[i], content);
-  frame[4] |= 4;
-  for (u32 k = 0; k < 4; ++k) frame[*size + k] = (u8)(hash >> (8 * k));
-  *size += 4;
-}
-"""
-
-
 def sealing_kernels() -> Any:
     import cupy as cp
 
     from scgpu_tasks.io.scratch import kernel_source
 
-    return cp.RawModule(code=kernel_source() + _SEAL, options=("-std=c++17",))
+    return cp.RawModule(code=kernel_source(), options=("-std=c++17",))
 
 
 def count_values(args: argparse.Namespace, rates: np.ndarray, depths: np.ndarray) -> np.ndarray:

@@ -36,6 +36,8 @@ _ARGUMENTS = {
     "hash_lanes": "QQQQQIQ",
     "judge": "QQQQQQQIQ",
     "scatter": "QIIQQIQQ",
+    "seal": "QQQQQIQ",
+    "pack": "QQQQQ",
 }
 _C = {"Q": ("u64", ctypes.c_uint64), "I": ("u32", ctypes.c_uint32)}
 

@@ -172,6 +172,34 @@ def judge(
     return int(out[0])
 
 
+def test_frames_are_sealed_and_packed_as_zstd_writes_them(kernels: HostKernels) -> None:
+    content, stride = 70_000, 70_512
+    raw = [np.frombuffer(part, np.uint8) for part in samples(content)]
+    bare = [bytes(Zstd(3).encode(part)) for part in raw]
+    whole = b"".join(bytes(Zstd(3, checksum=True).encode(part)) for part in raw)
+    n = len(raw)
+    frames = np.zeros((n, stride), np.uint8)
+    for row, frame in zip(frames, bare, strict=True):
+        row[: len(frame)] = np.frombuffer(frame, np.uint8)
+    sizes = np.array([len(frame) for frame in bare], np.uint64)
+    values = np.array([address(part) for part in raw])
+    lanes, actual = np.zeros(4 * n, np.uint64), np.full(n, content, np.uint64)
+    status, good = np.zeros(n, np.uint32), np.full(n, HAS_HASH, np.uint8)
+    tail = (np.uint32(n), np.uint64(content))
+    kernels.run(
+        "hash_lanes", (1,), (32,),
+        (*(address(a) for a in (values, actual, status, good, lanes)), *tail),
+    )  # fmt: skip
+    at = (address(frames), np.uint64(stride))
+    kernels.run(
+        "seal", (1,), (32,), (*at, *(address(a) for a in (sizes, values, lanes)), *tail)
+    )
+    assert sizes.tolist() == [len(frame) + 4 for frame in bare]
+    ends, packed = np.cumsum(sizes), np.full(len(whole) + 8, 0xA5, np.uint8)
+    kernels.run("pack", (n,), (256,), (*at, *(address(a) for a in (sizes, ends, packed))))
+    assert packed.tobytes() == whole + b"\xa5" * 8
+
+
 def test_what_the_decoder_reports_becomes_part_of_the_verdict(kernels: HostKernels) -> None:
     decoded = np.arange(100, dtype=np.uint8)
     frame = np.frombuffer(bytes(Zstd(1).encode(decoded)), np.uint8)

@@ -16,13 +16,14 @@ import scgpu_tasks
 from scgpu_tasks.errors import CorruptChunkError, ScgpuError, StoreError
 from scgpu_tasks.io.convert import elements
 from scgpu_tasks.io.convert.audit import file_sums, list_files, require_untouched
-from scgpu_tasks.io.convert.compress import encoder_version
+from scgpu_tasks.io.convert.device import Device, encoder_of, use_gpu
 from scgpu_tasks.io.convert.options import ConvertSpec
+from scgpu_tasks.io.convert.plan import make_plan
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
 from scgpu_tasks.io.convert.presence import require_files
 from scgpu_tasks.io.convert.progress import Job, Meter, Progress, all_jobs
 from scgpu_tasks.io.convert.remote import RemoteFolder
-from scgpu_tasks.io.convert.runner import Runner
+from scgpu_tasks.io.convert.runner import Runner, default_threads
 from scgpu_tasks.io.convert.space import check_space, scratch_notes
 from scgpu_tasks.io.convert.work import WorkFolder, remove
 from scgpu_tasks.io.convert.worker import Task, Worker
@@ -91,6 +92,7 @@ def convert_zarr(
     overwrite: bool | Literal["untouched"] = False,
     verify: bool = True,
     workers: int | None = None,
+    device: Device = "auto",
     staging: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> ConvertResult:
@@ -121,6 +123,11 @@ def convert_zarr(
     workers
         Number of threads; fewer work where so many would take more than half a GB. Default:
         the current Dask client's workers, if there is one, else a thread for each processor.
+    device
+        Who compresses. ``"gpu"``: nvCOMP does so for files of many chunks, several times as
+        fast as 16 cores, into some 5 % more bytes. ``"auto"``: so, where there is a GPU (one
+        in each Dask worker, where they do the work), the matrices have 20 GB and fewer than 48
+        threads would work. ``"cpu"``: the processors do.
     staging
         Local folder for a store that goes to a URL; None: the system's temporary folder.
     progress
@@ -141,7 +148,9 @@ def convert_zarr(
     OutputError
         `dst` exists, is being written by another converter, or cannot be written.
     ParameterError
-        `dst` is in `src` or the other way round.
+        `dst` is in `src` or the other way round; `device` does not go with the level.
+    MissingPackageError
+        `device` is ``"gpu"``, and there is none, or CuPy or nvCOMP is missing.
     """
     spec = spec or ConvertSpec()
     begun = time.monotonic()
@@ -158,12 +167,12 @@ def convert_zarr(
         require_untouched(target, absolute(src))
     with open_source(src) as source, folder as work:
         with reading(source.path, "its metadata"):
-            conversion = _Conversion(source, work, spec, verify=verify)
+            conversion = _Conversion(source, work, spec, workers, device, verify=verify)
         try:
             done = work.finish_earlier(conversion.key)
             if done is None:
                 work.check(absolute(src), overwrite=may)
-                done = conversion.run(workers, progress)
+                done = conversion.run(progress)
                 conversion.require_same_source()
                 if only_untouched:
                     require_untouched(target, absolute(src))
@@ -217,12 +226,24 @@ class _Conversion:
     """One source on its way into one work folder."""
 
     def __init__(
-        self, source: Source, work: WorkFolder, spec: ConvertSpec, *, verify: bool
+        self,
+        source: Source,
+        work: WorkFolder,
+        spec: ConvertSpec,
+        threads: int | None,
+        device: str,
+        *,
+        verify: bool,
     ) -> None:
         self.source, self.work, self.spec, self.verify = source, work, spec, verify
+        self.threads = threads
         self.stamp = source.stamp()
+        plan = make_plan(source, spec)
+        begun = work.begun().get("encoder")
+        gpu = use_gpu(device, plan, spec, threads, default_threads(), begun)
+        self.encoder = encoder_of(gpu=gpu)
         self.worker = Worker(
-            Task(source.path, str(work.root), spec, verify, self.stamp), source
+            Task(source.path, str(work.root), spec, verify, self.stamp, gpu), source, plan
         )
         self.values = self.worker.values
         require_files(self.values)
@@ -235,7 +256,7 @@ class _Conversion:
             "source": self.source.path,
             "the source's content": self.stamp,
             "options": self.spec.to_json() | {"verify": self.verify},
-            "encoder": encoder_version(),
+            "encoder": self.encoder,
             "scgpu_tasks": scgpu_tasks.__version__,
             "zarr": zarr.__version__,
         }
@@ -254,9 +275,7 @@ class _Conversion:
             )
             raise StoreError(msg)
 
-    def run(
-        self, threads: int | None, progress: Callable[[Progress], None] | None
-    ) -> dict[str, Any]:
+    def run(self, progress: Callable[[Progress], None] | None) -> dict[str, Any]:
         """Write everything that is missing; the store is complete then, but for its name."""
         work = self.work
         begun = work.begin(self.key)
@@ -265,11 +284,13 @@ class _Conversion:
         jobs = [job for job in all_jobs(self.values.plan) if job.key not in finished]
         check_space(self.values, jobs, work, self.spec)
         work.notes += scratch_notes(self.values)
+        if self.worker.task.gpu:
+            work.notes.append("a GPU compressed the large arrays, by nvCOMP")
         remove(work.scratch)
         if not self._is_described():
             remove(work.store)
             work.store.mkdir()
-        with Runner(self.worker, threads) as runner:
+        with Runner(self.worker, self.threads) as runner:
             prepare(runner)
             jobs = all_jobs(self.values.plan)
             reused = sum(job.key in finished for job in jobs)
@@ -383,7 +404,7 @@ class _Conversion:
             "source_stamp": self.stamp,
             "options": self.spec.to_json(),
             "options_digest": self.spec.digest(),
-            "encoder": encoder_version(),
+            "encoder": self.encoder,
             "scgpu_tasks": scgpu_tasks.__version__,
             "verified": self.verify,
             "shards": shards,

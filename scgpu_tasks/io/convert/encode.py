@@ -14,6 +14,7 @@ import google_crc32c
 import numpy as np
 
 from scgpu_tasks.io.convert.compress import compress_chunks
+from scgpu_tasks.io.convert.gpu_compress import Slabs
 from scgpu_tasks.io.convert.layout import Layout
 
 PIECE_BYTES = 2 * 1024 * 1024
@@ -60,6 +61,9 @@ class FileWriter:
         Whether they are column numbers.
     """
 
+    most_waiting = 16
+    """Encoded pieces that may wait in memory for one before them."""
+
     def __init__(
         self,
         target: Path,
@@ -96,8 +100,8 @@ class FileWriter:
         nbytes = values.nbytes
         flat = _chunk_bytes(values, self._layout)
         del values
-        chunk_bytes = prod(self._layout.chunk) * self._layout.itemsize
-        frames, sizes = compress_chunks(flat, chunk_bytes, self._level, numbers=self._numbers)
+        chunk = self._layout.chunk_nbytes
+        frames, sizes = compress_chunks(flat, chunk, self._level, numbers=self._numbers)
         with self._lock:
             self._encoded[number] = (frames, sizes, nbytes)
             while self.written in self._encoded:
@@ -105,13 +109,14 @@ class FileWriter:
                 self.written += 1
             return self.written == len(self.pieces)
 
-    def _append(self, frames: bytes, sizes: list[int], nbytes: int) -> None:
+    def _append(self, frames: bytes | memoryview, sizes: list[int], nbytes: int) -> None:
         ends = self._size + np.cumsum(sizes)
         part = self._index[self._chunks : self._chunks + len(sizes)]
         part[:, 0], part[:, 1] = ends - sizes, sizes
         self._chunks += len(sizes)
         self._decoded += nbytes
-        self._put(frames)
+        for at in range(0, len(frames), PIECE_BYTES):
+            self._put(bytes(frames[at : at + PIECE_BYTES]))
 
     def _put(self, data: bytes) -> None:
         self._file.write(data)
@@ -137,6 +142,82 @@ class FileWriter:
         with contextlib.suppress(OSError):
             self._file.close()
         self._scratch.unlink(missing_ok=True)
+
+
+class GpuFileWriter(FileWriter):
+    """One file of an array whose chunks a GPU compresses, all at once.
+
+    Parameters
+    ----------
+    slabs
+        Where the pieces are collected.
+    target, scratch, layout, coords, level, rows, numbers
+        As of `FileWriter`; nvCOMP has no levels.
+    """
+
+    most_waiting = 2**31
+
+    def __init__(
+        self,
+        slabs: Slabs,
+        target: Path,
+        scratch: Path,
+        layout: Layout,
+        coords: tuple[int, ...],
+        level: int,
+        rows: Rows,
+        *,
+        numbers: bool = False,
+    ) -> None:
+        self._slabs, self._slab = slabs, slabs.take()
+        self._filled, self._returned = 0, False
+        try:
+            self._slab.begin(layout.file_nbytes // layout.chunk_nbytes, layout.chunk_nbytes)
+            super().__init__(target, scratch, layout, coords, level, rows, numbers=numbers)
+        except BaseException:
+            self._return()
+            raise
+
+    def write(self, number: int) -> bool:
+        """Collect one of the pieces; the last one has all of them compressed and written.
+
+        Returns
+        -------
+        Whether this was the last piece that was missing.
+        """
+        values = self._rows(*self.pieces[number])
+        nbytes = values.nbytes
+        flat = _chunk_bytes(values, self._layout)
+        n = len(flat) // self._layout.chunk_nbytes
+        first = self._first_chunk(number)
+        self._slab.put(first, flat)
+        with self._lock:
+            self._decoded += nbytes
+            self._filled = max(self._filled, first + n)
+            self.written += 1
+            if self.written < len(self.pieces):
+                return False
+        frames, sizes = self._slab.compress(self._filled)
+        self._append(frames, sizes, 0)
+        self._return()
+        return True
+
+    def _first_chunk(self, number: int) -> int:
+        """Place of a piece's first chunk among those of the file."""
+        chunk, shape = self._layout.chunk, self._layout.shape
+        rows = (self.pieces[number][0] - self.pieces[0][0]) // chunk[0]
+        return rows * prod(-(-n // c) for n, c in zip(shape[1:], chunk[1:], strict=True))
+
+    def abort(self) -> None:
+        """Remove what was written so far."""
+        super().abort()
+        self._return()
+
+    def _return(self) -> None:
+        with self._lock:
+            returned, self._returned = self._returned, True
+        if not returned:
+            self._slabs.give_back(self._slab)
 
 
 def _start_writeback(fd: int) -> None:

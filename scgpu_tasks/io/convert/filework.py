@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scgpu_tasks.errors import ScgpuError
-from scgpu_tasks.io.convert.encode import FileWriter
+from scgpu_tasks.io.convert.encode import FileWriter, GpuFileWriter
+from scgpu_tasks.io.convert.gpu_compress import Slabs, suits
 from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.values import Values
 from scgpu_tasks.io.convert.verify import FileCheck
@@ -18,8 +21,6 @@ from scgpu_tasks.io.output import write_error
 # Pieces that a thread takes at a time. Two threads that take turns decode the source's chunk at
 # the border of what they took twice.
 _PORTION = 4
-# Encoded pieces that may wait in memory for one before them.
-_AHEAD = 16
 
 
 class FileWork:
@@ -33,6 +34,8 @@ class FileWork:
         Folder of the store, and for files that are not complete.
     level
         Of zstd.
+    slabs
+        For files that a GPU compresses; None: it compresses none.
     described
         Set once the file can be read back, to be compared with the source; None: it is not.
     """
@@ -44,6 +47,7 @@ class FileWork:
         scratch: Path,
         job: Job,
         level: int,
+        slabs: Slabs | None,
         described: threading.Event | None,
     ) -> None:
         self.job = job
@@ -52,7 +56,10 @@ class FileWork:
         item, rows = values.plan.array(job.path), values.rows(job.path)
         try:
             scratch.mkdir(exist_ok=True)
-            self._writer = FileWriter(
+            make: Callable[..., FileWriter] = FileWriter
+            if slabs is not None and suits(item.layout):
+                make = partial(GpuFileWriter, slabs)
+            self._writer = make(
                 self._target,
                 scratch / uuid.uuid4().hex,
                 item.layout,
@@ -80,7 +87,7 @@ class FileWork:
         with self._lock:
             start, n = self._next, len(self._pieces)
             waiting = 0 if self._check else start - self._writer.written
-            if start == n or waiting > _AHEAD:
+            if start == n or waiting > self._writer.most_waiting:
                 return None
             self._next = min(start + _PORTION, n)
             return range(start, self._next)

@@ -47,6 +47,16 @@ class Layout:
         """Shape of what one file holds."""
         return self.shard or self.chunk
 
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of one chunk, decoded."""
+        return prod(self.chunk) * self.itemsize
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes of a whole file, decoded; those at the edges hold less."""
+        return prod(self.file_shape) * self.itemsize
+
     def files(self) -> list[tuple[int, ...]]:
         """Coordinates of all files, in C order; none for an empty array."""
         if not prod(self.shape):

@@ -11,6 +11,7 @@ from typing import Any
 
 from scgpu_tasks.errors import ParameterError, StoreError
 from scgpu_tasks.io.convert.convert import ConvertResult, convert_zarr, is_current
+from scgpu_tasks.io.convert.device import Device
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.progress import Progress
 from scgpu_tasks.io.convert.work import SUFFIX, clear_finished
@@ -77,6 +78,7 @@ def convert_if_changed(
     overwrite: bool = False,
     verify: bool = True,
     workers: int | None = None,
+    device: Device = "auto",
     staging: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> ConvertResult | None:
@@ -102,6 +104,7 @@ def convert_if_changed(
         overwrite=overwrite or "untouched",
         verify=verify,
         workers=workers,
+        device=device,
         staging=None if staging is None else Path(staging),
         progress=progress,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.io.clients import current_client
+from scgpu_tasks.io.convert.gpu_compress import SLABS
 from scgpu_tasks.io.convert.memory import threads_within
 from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.team import Team, Written
@@ -46,6 +47,7 @@ class Runner:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+        self.worker.free()
 
     def _close_sources(self) -> None:
         """Have the Dask workers close what they opened for this conversion."""
@@ -78,7 +80,9 @@ class Runner:
             yield self._on_cluster("write", jobs, stage)
             return
         threads = threads_within(self.worker.values, "write", self._threads)
-        with Team(self.worker.begin, threads).running(jobs) as written:
+        # A file that is compared with the source needs no slab any more.
+        files = 2 * SLABS if self.worker.slabs is not None else None
+        with Team(self.worker.begin, threads, files).running(jobs) as written:
             yield written
 
     def _on_threads(

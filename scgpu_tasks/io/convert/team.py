@@ -26,10 +26,15 @@ class Team:
         Opens the work on a file; called in the thread that begins with it.
     threads
         Number of them.
+    files
+        Most files to be at work on at the same time; None: one for each thread.
     """
 
-    def __init__(self, begin: Callable[[Job], FileWork], threads: int) -> None:
-        self._begin, self._threads = begin, threads
+    def __init__(
+        self, begin: Callable[[Job], FileWork], threads: int, files: int | None = None
+    ) -> None:
+        self._begin, self._threads, self._files = begin, threads, files or threads
+        self._open = 0
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
         self._active: list[FileWork] = []
@@ -83,6 +88,7 @@ class Team:
                 with self._changed:
                     if complete:
                         self._active.remove(mine)
+                        self._open -= 1
                         self._unfinished -= 1
                         self._ended.put(mine)
                     self._changed.notify_all()
@@ -99,14 +105,17 @@ class Team:
                 while job is None:
                     if self._stopped or not self._unfinished:
                         return None
-                    others = [] if self._queue else self._active
+                    may_begin = bool(self._queue) and self._open < self._files
+                    others = [] if may_begin else self._active
                     for work in ([mine] if mine else []) + others:
                         if (portion := work.claim()) is not None:
                             return work, portion
-                    if self._queue:
+                    if may_begin:
                         job = self._queue.popleft()
+                        self._open += 1
                     else:
                         self._changed.wait()
             mine = self._begin(job)
             with self._changed:
                 self._active.append(mine)
+                self._changed.notify_all()

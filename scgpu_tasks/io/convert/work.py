@@ -140,12 +140,7 @@ class WorkFolder:
         -------
         Whether there is something to go on with.
         """
-        previous: dict[str, Any] = {}
-        if self._plan.exists():
-            try:
-                previous = json.loads(self._plan.read_text())
-            except ValueError:
-                previous = {"damaged": True}
+        previous = self.begun()
         if previous == plan:
             return True
         if previous:
@@ -160,6 +155,16 @@ class WorkFolder:
         self.store.mkdir()
         write_json(self._plan, plan)
         return False
+
+    def begun(self) -> dict[str, Any]:
+        """Return the plan of an earlier run that was interrupted; empty where there is none."""
+        if not self._plan.exists():
+            return {}
+        try:
+            plan: dict[str, Any] = json.loads(self._plan.read_text())
+        except ValueError:
+            return {"damaged": True}
+        return plan
 
     def _clear(self) -> None:
         """Remove all but the lock."""

@@ -16,8 +16,9 @@ import numpy as np
 from scgpu_tasks.errors import ClusterError
 from scgpu_tasks.io.convert import sorting
 from scgpu_tasks.io.convert.filework import FileWork
+from scgpu_tasks.io.convert.gpu_compress import Slabs
 from scgpu_tasks.io.convert.options import ConvertSpec
-from scgpu_tasks.io.convert.plan import make_plan
+from scgpu_tasks.io.convert.plan import Plan, make_plan
 from scgpu_tasks.io.convert.prepared import Prepared
 from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.rearrange import row_blocks
@@ -41,6 +42,8 @@ class Task:
         Compare each file with the source.
     stamp
         Of the source's content when the conversion began.
+    gpu
+        Compress large files on the process's GPU.
     run
         Differs between any two conversions.
     """
@@ -50,6 +53,7 @@ class Task:
     spec: ConvertSpec
     verify: bool
     stamp: str
+    gpu: bool = False
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -60,27 +64,37 @@ class Worker:
     ----------
     task
         What is converted into what.
-    source
-        The open source; opened here by default.
+    source, plan
+        The open source, and what it becomes; by default it is opened and planned here.
     """
 
-    def __init__(self, task: Task, source: Source | None = None) -> None:
+    def __init__(
+        self, task: Task, source: Source | None = None, plan: Plan | None = None
+    ) -> None:
         self.task = task
         self.source = open_source(task.source) if source is None else source
         root = Path(task.root)
         self.store, self.scratch = root / "store", root / "scratch"
-        plan = make_plan(self.source, task.spec)
+        plan = make_plan(self.source, task.spec) if plan is None else plan
         self.values = Values(self.source, plan, Prepared(root / "prepared"), self.scratch)
         self.values.update_plan()
+        self.slabs = Slabs() if task.gpu else None
         # Whether the metadata of all arrays are in the store, so that they can be read back.
         self.described = threading.Event()
         self.described.set()
 
     def begin(self, job: Job) -> FileWork:
         """Open the work on one file."""
-        described = self.described if self.task.verify else None
-        level = self.task.spec.level
-        return FileWork(self.values, self.store, self.scratch, job, level, described)
+        task = self.task
+        described = self.described if task.verify else None
+        return FileWork(
+            self.values, self.store, self.scratch, job, task.spec.level, self.slabs, described
+        )
+
+    def free(self) -> None:
+        """Give back what is kept for one file after another; no job may be running."""
+        if self.slabs is not None:
+            self.slabs.free()
 
     def write(self, job: Job) -> dict[str, Any]:
         """Write one file, read it back and compare it.
@@ -185,6 +199,7 @@ class _Workers:
 def _close_unused(held: _Held) -> None:
     if held.retired and not held.users:
         held.worker.source.close()
+        held.worker.free()
 
 
 workers = _Workers()
