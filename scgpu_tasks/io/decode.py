@@ -58,7 +58,7 @@ def execute(
     target
         CuPy array to read into, any strides.
     ready
-        Event after which it may be written.
+        Event after which it may be written; None: it may now.
     strict
         Whether a chunk that only the host can decode is an error.
 
@@ -89,7 +89,7 @@ def execute(
             msg = f"a decoder that takes chunks only at multiples of {step} bytes"
             raise UnsupportedRequestError(msg)
         with open_request(gpu_packages.open_file) as request, pool.borrow() as reader:
-            for slot in reader.slots:
+            for slot in reader.slots if ready is not None else ():
                 slot.stream.wait_event(ready)
             # What is allocated below belongs to the first slot's stream.
             with reader.slots[0].stream:

@@ -22,6 +22,13 @@ def mark(target: Any) -> Any:
     return event
 
 
+def may_be_written(target: Any) -> bool:
+    """Whether nothing runs on the current stream that might use the memory of ``target``."""
+    cp = load_cupy()
+    with cp.cuda.Device(target.device.id):
+        return bool(cp.cuda.get_current_stream().done)
+
+
 def upload(host: NDArray[Any], target: Any, ready: Any) -> None:
     """Copy a host array into ``target``, and return when it is there."""
     cp = load_cupy()

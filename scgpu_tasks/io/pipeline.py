@@ -210,11 +210,11 @@ class KvikioCodecPipeline(CodecPipeline):
             return await self.fallback.read(batch, out, drop_axes)
         refusal = self._refuse(batch, target)
         if refusal is None:
-            ready = self._mark(target)
             try:
-                if self._is_little(batch) and self._can_begin(target, ready):
+                if self._is_little(batch) and self._can_begin(target):
                     # Handing it to a thread and back would take as long as all of it.
-                    return self._read(batch, target, drop_axes, ready)
+                    return self._read(batch, target, drop_axes, None)
+                ready = self._mark(target)
                 # zarr's only event loop must stay free for the requests of other threads.
                 return await asyncio.to_thread(self._read, batch, target, drop_axes, ready)
             except UnsupportedRequestError as error:
@@ -231,10 +231,11 @@ class KvikioCodecPipeline(CodecPipeline):
 
         return mark(target)
 
-    def _can_begin(self, target: Any, ready: Any) -> bool:
+    def _can_begin(self, target: Any) -> bool:
+        from scgpu_tasks.io.handover import may_be_written
         from scgpu_tasks.io.scratch import is_idle
 
-        return is_idle(target.device.id) and bool(ready.done)
+        return is_idle(target.device.id) and may_be_written(target)
 
     def _most_on_host(self) -> int:
         from scgpu_tasks.io.gpu_packages import settings

@@ -224,7 +224,7 @@ class _Pool:
 
     @contextmanager
     def borrow(self) -> Iterator[Reader]:
-        """Wait for a turn, and lend a reader; its streams are idle when it comes back."""
+        """Wait for a turn, and lend a reader, whose streams a sound block leaves idle."""
         with self._turn:
             if self.given_up:
                 raise ClusterError(GIVEN_UP)
@@ -261,18 +261,17 @@ class _Pool:
         return any(not slot.done.done for reader in lent for slot in reader.slots)
 
     def _take_back(self, reader: Reader, *, sound: bool) -> None:
-        # Nothing may still write into the caller's output, or into scratch that the next
-        # read uses, also after an error. After a CUDA error the reader is lost.
         if self.given_up:
             return
-        try:
-            reader.synchronize()
-        except load_cupy().cuda.runtime.CUDARuntimeError:
-            if sound:
-                raise
-        else:
-            with self._lock:
-                self._free.append(reader)
+        if not sound:
+            # Nothing may still write into the caller's output, or into scratch that the next
+            # read uses. After a CUDA error the reader is lost.
+            try:
+                reader.synchronize()
+            except load_cupy().cuda.runtime.CUDARuntimeError:
+                return
+        with self._lock:
+            self._free.append(reader)
 
     def release(self) -> int:
         """Free the memory of the readers that are not in use; return how much it was."""

@@ -31,7 +31,7 @@ class HostPipeline(KvikioCodecPipeline):
     def _mark(self, target: Any) -> Any:
         return None
 
-    def _can_begin(self, target: Any, ready: Any) -> bool:
+    def _can_begin(self, target: Any) -> bool:
         return True
 
     def _most_on_host(self) -> int:

@@ -82,6 +82,11 @@ class FileWork:
         """What the journal is to say of the complete file."""
         return {"key": self.job.key, "verified": self._described is not None} | self._line
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether it is not written yet."""
+        return not self._line
+
     def claim(self) -> range | None:
         """Take the next pieces that nobody works on; None where there are none now."""
         with self._lock:

@@ -80,8 +80,7 @@ class Runner:
             yield self._on_cluster("write", jobs, stage)
             return
         threads = threads_within(self.worker.values, "write", self._threads)
-        # A file that is compared with the source needs no slab any more.
-        files = 2 * SLABS if self.worker.slabs is not None else None
+        files = SLABS if self.worker.slabs is not None else None
         with Team(self.worker.begin, threads, files).running(jobs) as written:
             yield written
 

@@ -27,14 +27,14 @@ class Team:
     threads
         Number of them.
     files
-        Most files to be at work on at the same time; None: one for each thread.
+        Most files to write at the same time; None: one for each thread.
     """
 
     def __init__(
         self, begin: Callable[[Job], FileWork], threads: int, files: int | None = None
     ) -> None:
         self._begin, self._threads, self._files = begin, threads, files or threads
-        self._open = 0
+        self._beginning = 0
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
         self._active: list[FileWork] = []
@@ -88,7 +88,6 @@ class Team:
                 with self._changed:
                     if complete:
                         self._active.remove(mine)
-                        self._open -= 1
                         self._unfinished -= 1
                         self._ended.put(mine)
                     self._changed.notify_all()
@@ -105,17 +104,19 @@ class Team:
                 while job is None:
                     if self._stopped or not self._unfinished:
                         return None
-                    may_begin = bool(self._queue) and self._open < self._files
+                    writing = self._beginning + sum(w.is_writing for w in self._active)
+                    may_begin = bool(self._queue) and writing < self._files
                     others = [] if may_begin else self._active
                     for work in ([mine] if mine else []) + others:
                         if (portion := work.claim()) is not None:
                             return work, portion
                     if may_begin:
                         job = self._queue.popleft()
-                        self._open += 1
+                        self._beginning += 1
                     else:
                         self._changed.wait()
             mine = self._begin(job)
             with self._changed:
+                self._beginning -= 1
                 self._active.append(mine)
                 self._changed.notify_all()
