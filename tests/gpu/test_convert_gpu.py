@@ -80,7 +80,9 @@ def test_the_values_are_the_sources_and_every_frame_has_a_checksum(
     assert any("GPU compressed" in note for note in result.notes)
     assert not any("GPU compressed" in note for note in host.notes)
     assert not verify_store(tmp_path / "gpu.zarr")
-    assert check(tmp_path / "gpu.zarr").ok
+    arrays = {array.path: array for array in check(tmp_path / "gpu.zarr").arrays}
+    assert arrays["X/data"].gpu
+    assert arrays["X/indices"].gpu
     want, found = ad.read_h5ad(source), ad.read_zarr(tmp_path / "gpu.zarr")
     assert (want.X != found.X).nnz == 0
     assert want.obs.equals(found.obs)

@@ -55,6 +55,45 @@ def compress_chunks(
     return b"".join(found), [len(frame) for frame in found]
 
 
+def decompress_chunks(frames: bytes, sizes: np.ndarray, nbytes: int) -> list[np.ndarray]:
+    """Decode frames that lie one after another, and compare their checksums.
+
+    Parameters
+    ----------
+    frames
+        What `compress_chunks` returns, or a stretch of a shard.
+    sizes
+        Of each frame.
+    nbytes
+        Of each chunk.
+
+    Raises
+    ------
+    ValueError
+        One does not decode to this many bytes.
+    """
+    parts = np.empty((len(sizes), 2), np.uint64)
+    parts[:, 0], parts[:, 1] = np.cumsum(sizes) - sizes, sizes
+    wanted = np.full(len(sizes), nbytes, np.uint64).tobytes()
+    try:
+        found = _decompressor().multi_decompress_to_buffer(
+            zstandard.BufferWithSegments(frames, parts.tobytes()),
+            decompressed_sizes=wanted,
+            threads=1,
+        )
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+    chunks: list[Any] = [found[i] for i in range(len(sizes))]
+    return [np.frombuffer(chunk, np.uint8) for chunk in chunks]
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if "decompressor" not in _local.__dict__:
+        _local.decompressor = zstandard.ZstdDecompressor()
+    found: zstandard.ZstdDecompressor = _local.decompressor
+    return found
+
+
 def _compressor(level: int, nbytes: int, *, numbers: bool) -> zstandard.ZstdCompressor:
     key = level, nbytes, numbers
     if _local.__dict__.get("key") != key:

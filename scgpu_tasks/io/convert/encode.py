@@ -98,7 +98,7 @@ class FileWriter:
         """
         values = self._rows(*self.pieces[number])
         nbytes = values.nbytes
-        flat = _chunk_bytes(values, self._layout)
+        flat = chunk_bytes(values, self._layout)
         del values
         chunk = self._layout.chunk_nbytes
         frames, sizes = compress_chunks(flat, chunk, self._level, numbers=self._numbers)
@@ -187,9 +187,9 @@ class GpuFileWriter(FileWriter):
         """
         values = self._rows(*self.pieces[number])
         nbytes = values.nbytes
-        flat = _chunk_bytes(values, self._layout)
+        flat = chunk_bytes(values, self._layout)
         n = len(flat) // self._layout.chunk_nbytes
-        first = self._first_chunk(number)
+        first = first_chunk(self._layout, self.pieces[number][0] - self.pieces[0][0])
         self._slab.put(first, flat)
         with self._lock:
             self._decoded += nbytes
@@ -201,12 +201,6 @@ class GpuFileWriter(FileWriter):
         self._append(frames, sizes, 0)
         self._return()
         return True
-
-    def _first_chunk(self, number: int) -> int:
-        """Place of a piece's first chunk among those of the file."""
-        chunk, shape = self._layout.chunk, self._layout.shape
-        rows = (self.pieces[number][0] - self.pieces[0][0]) // chunk[0]
-        return rows * prod(-(-n // c) for n, c in zip(shape[1:], chunk[1:], strict=True))
 
     def abort(self) -> None:
         """Remove what was written so far."""
@@ -228,7 +222,13 @@ def _start_writeback(fd: int) -> None:
         sync_file_range(fd, zero, zero, _SYNC_FILE_RANGE_WRITE)
 
 
-def _chunk_bytes(values: np.ndarray, layout: Layout) -> np.ndarray:
+def first_chunk(layout: Layout, row: int) -> int:
+    """Place of the chunk that begins with a row of a file, among the chunks of the file."""
+    rest = zip(layout.shape[1:], layout.chunk[1:], strict=True)
+    return row // layout.chunk[0] * prod(-(-n // c) for n, c in rest)
+
+
+def chunk_bytes(values: np.ndarray, layout: Layout) -> np.ndarray:
     """Bytes of the chunks that hold some rows, one after another; zeros beyond the edges."""
     if layout.chunk[1:] != layout.shape[1:] or len(values) % layout.chunk[0]:
         counts = [-(-n // c) for n, c in zip(values.shape, layout.chunk, strict=True)]

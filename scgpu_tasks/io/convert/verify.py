@@ -1,7 +1,8 @@
-"""Read back what was written, through zarr, and compare it with the source."""
+"""Read back what was written, and compare it with the source."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,19 @@ from zarr.storage import LocalStore
 
 from scgpu_tasks.errors import CorruptChunkError
 from scgpu_tasks.io.arrays import attach_pipeline, host_pipeline
+from scgpu_tasks.io.convert.compress import decompress_chunks
+from scgpu_tasks.io.convert.encode import chunk_bytes, first_chunk
 from scgpu_tasks.io.convert.layout import Layout
 from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.values import Values
+from scgpu_tasks.io.layout import Refusal, analyse_array, parse_shard_index
 
 
 class FileCheck:
-    """Reads a file back through zarr and compares every byte with the source.
+    """Reads a file back and compares every byte with the source.
+
+    The first rows are read through zarr, as everybody will; the others frame by frame with
+    zstd's own library, many at a time without the interpreter's lock, which takes half as long.
 
     Parameters
     ----------
@@ -37,17 +44,21 @@ class FileCheck:
             LocalStore(store, read_only=True), path=job.path, mode="r", zarr_format=3
         )
         attach_pipeline(self._array, host_pipeline(self._array))
+        self._start = self._layout.box(job.coords)[0].start
+        self._table = self._find_chunks()
 
     def __call__(self, start: int, stop: int) -> None:
-        """Compare some rows; threads may do so at once.
+        """Compare some rows, from the border of a chunk on; threads may do so at once.
 
         Raises
         ------
         CorruptChunkError
             They differ: names the array, shard, chunk, position and both values.
         """
-        job, store = self._job, self._store
         want = self._rows(start, stop)
+        if start > self._start and self._has_frames_of(want, start):
+            return
+        job, store = self._job, self._store
         try:
             found = np.asarray(self._array[start:stop])
         except (RuntimeError, ValueError, OSError) as error:
@@ -57,6 +68,42 @@ class FileCheck:
             ) from error
         if not same_bytes(want, found):
             raise _difference(want, found, start, self._layout, store, job)
+
+    def _find_chunks(self) -> np.ndarray | None:
+        """Offset and size of each chunk of a shard; None where zarr is to read everything."""
+        layout = analyse_array(self._array.metadata)
+        if isinstance(layout, Refusal) or not (layout.sharded and layout.index_at_end):
+            return None
+        n = layout.index_nbytes
+        with (self._store / self._job.key).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - n))
+            raw = file.read(n)
+        place = {"store": str(self._store), "array": self._job.path, "shard": self._job.key}
+        table = parse_shard_index(raw, size, layout, **place)
+        return np.stack([table.offset, table.size], axis=1)
+
+    def _has_frames_of(self, want: np.ndarray, start: int) -> bool:
+        """Whether these rows are what the frames of their chunks decode to.
+
+        False where that cannot be told: zarr says then what is wrong.
+        """
+        if self._table is None:
+            return False
+        wanted, nbytes = chunk_bytes(want, self._layout), self._layout.chunk_nbytes
+        first = first_chunk(self._layout, start - self._start)
+        rows = self._table[first : first + len(wanted) // nbytes]
+        if (rows[:, 1] <= 0).any() or (rows[1:, 0] != rows[:-1].sum(axis=1)).any():
+            return False
+        begin, length = int(rows[0, 0]), int(rows[:, 1].sum())
+        with (self._store / self._job.key).open("rb", buffering=0) as file:
+            stored = os.pread(file.fileno(), length, begin)
+        try:
+            found = decompress_chunks(stored, rows[:, 1], nbytes)
+        except ValueError:
+            return False
+        parts = wanted.reshape(-1, nbytes)
+        return all((part == chunk).all() for part, chunk in zip(parts, found, strict=True))
 
 
 def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
