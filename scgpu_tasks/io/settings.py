@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 _MIB = 2**20
 
+SWITCH_SECONDS = 2e-4
+"""How long a thread of Python may keep the others waiting where threads feed a GPU."""
+
 
 @dataclass(frozen=True)
 class ReadSettings:

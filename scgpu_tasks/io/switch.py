@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -11,9 +12,10 @@ import zarr
 from distributed import WorkerPlugin
 
 from scgpu_tasks.errors import ParameterError
-from scgpu_tasks.io import gpu_packages, scratch, turns
+from scgpu_tasks.io import gpu_packages, scratch
 from scgpu_tasks.io.counters import read_statistics, reset_statistics
 from scgpu_tasks.io.pipeline import FALLBACK_KEY, PATH, STRICT_KEY
+from scgpu_tasks.io.settings import SWITCH_SECONDS
 
 if TYPE_CHECKING:
     from distributed import Client, Worker
@@ -140,12 +142,15 @@ class _Level:
 # Changes are undone in the order in which they nest, whatever order they are closed in:
 # workers that share a process come and go in any order.
 _levels: list[_Level] = []
+_interval_before = sys.getswitchinterval()
 
 
 def _switch_on(*, strict: bool) -> _Level:
+    global _interval_before
     with _lock:
         if not _levels:
-            turns.shorten()
+            _interval_before = sys.getswitchinterval()
+            sys.setswitchinterval(min(_interval_before, SWITCH_SECONDS))
         before = zarr.config.get("codec_pipeline.path")
         settings: dict[str, Any] = {"codec_pipeline.path": PATH, STRICT_KEY: strict}
         if before != PATH:
@@ -160,7 +165,7 @@ def _switch_off(level: _Level) -> None:
         while _levels and _levels[-1].closed:
             _levels.pop().config.__exit__(None, None, None)
             if not _levels:
-                turns.restore()
+                sys.setswitchinterval(_interval_before)
 
 
 class _GpuReads(WorkerPlugin):

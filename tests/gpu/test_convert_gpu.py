@@ -100,8 +100,8 @@ def test_the_values_are_the_sources_and_every_frame_has_a_checksum(
         damaged[-1] ^= 1
         with pytest.raises(RuntimeError):
             Zstd().decode(bytes(damaged))
-    lazy = read_lazy(tmp_path / "gpu.zarr", device="gpu")
-    assert float(lazy.X.sum().compute()) == float(want.X.sum())
+    block = read_lazy(tmp_path / "gpu.zarr", device="gpu").X.blocks[0].compute()
+    assert (block.get() != want.X[: block.shape[0]]).nnz == 0
 
 
 def test_the_bytes_depend_neither_on_the_threads_nor_on_an_interruption(

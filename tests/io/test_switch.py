@@ -13,8 +13,8 @@ from distributed import Client, LocalCluster
 from scgpu_tasks.errors import MissingPackageError
 from scgpu_tasks.io import gpu_packages, switch
 from scgpu_tasks.io.pipeline import FALLBACK_KEY, PATH, STRICT_KEY
+from scgpu_tasks.io.settings import SWITCH_SECONDS
 from scgpu_tasks.io.switch import enable, is_enabled, release_memory
-from scgpu_tasks.io.turns import SECONDS
 
 ZARRS = "zarrs.ZarrsCodecPipeline"
 
@@ -98,9 +98,9 @@ def test_levels_may_be_closed_in_any_order() -> None:
 def test_threads_take_turns_more_often_only_while_gpu_reads_are_on() -> None:
     before = sys.getswitchinterval()
     first, second = enable(), enable()
-    assert sys.getswitchinterval() == pytest.approx(SECONDS)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
     first.disable()
-    assert sys.getswitchinterval() == pytest.approx(SECONDS)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
     second.disable()
     assert sys.getswitchinterval() == pytest.approx(before)
 

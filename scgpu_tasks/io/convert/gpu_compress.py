@@ -1,13 +1,14 @@
 """zstd frames of all chunks of a file, made by nvCOMP on this process's GPU.
 
 nvCOMP takes as long for one chunk as for hundreds, so a file is compressed in one go: threads
-put its pieces into a slab, page-locked memory that is uploaded piece by piece, and whoever
-brings the last one has the file compressed. nvCOMP gives a chunk the same frame whatever is
-compressed along with it, but without a checksum; the hash is computed and added on the device.
+upload its pieces to a slab of device memory, and whoever brings the last one has the file
+compressed. nvCOMP gives a chunk the same frame whatever is compressed along with it, but
+without a checksum; the hash is computed and added on the device.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -20,8 +21,8 @@ from scgpu_tasks.io.gpu_memory import memory_available
 from scgpu_tasks.io.gpu_packages import load_cupy
 from scgpu_tasks.io.scratch import PinnedBuffer, kernel_source
 
-SLABS = 3
-"""Files at a time: one is filled, one compressed, one written."""
+SLABS = 5
+"""Files at a time: some are filled, some compressed, some written."""
 
 NVCOMP = "nvCOMP"
 LEAST_CHUNKS = 64
@@ -30,6 +31,9 @@ MOST_FILE_BYTES = 512 * 1024 * 1024
 
 _TO_DEVICE, _TO_HOST = 1, 2
 _CHECKSUM_BYTES = 4
+
+# Of each thread, through which it uploads pieces.
+_local = threading.local()
 
 
 def suits(layout: Layout) -> bool:
@@ -95,7 +99,7 @@ class Slabs:
 
 
 class Slab:
-    """Host and device memory, and a stream, for compressing one file at a time."""
+    """Memory and a stream for compressing one file at a time."""
 
     def __init__(self) -> None:
         cp = load_cupy()
@@ -111,7 +115,6 @@ class Slab:
         room = _room(self._lib, chunk_nbytes)
         self._chunk_nbytes, self._stride = chunk_nbytes, room
         temp = self._lib.encode_temp_nbytes(n, chunk_nbytes, self._stream.ptr)
-        self._host.reserve(n * room)
         with self._device, self._stream:
             # Of the frames, packed, too; the last few may be larger than their chunks.
             self._values = self._grown(self._values, n * room)
@@ -123,14 +126,16 @@ class Slab:
 
     def put(self, first: int, values: np.ndarray) -> None:
         """Take the bytes of whole chunks from this one on; threads may do so at once."""
-        start, n = first * self._chunk_nbytes, values.nbytes
-        host = self._host.reserve(start + n)[start : start + n]
+        n, target = values.nbytes, int(self._values.data.ptr) + first * self._chunk_nbytes
+        if "staging" not in _local.__dict__:
+            _local.staging = PinnedBuffer()
+        host = _local.staging.reserve(n)[:n]
         host[:] = values
         with self._device:
             self._cp.cuda.runtime.memcpyAsync(
-                int(self._values.data.ptr) + start, host.ctypes.data, n, _TO_DEVICE,
-                self._stream.ptr,
-            )  # fmt: skip
+                target, host.ctypes.data, n, _TO_DEVICE, self._stream.ptr
+            )
+            self._stream.synchronize()
 
     def compress(self, n: int) -> tuple[memoryview, list[int]]:
         """Compress the first ``n`` chunks.

@@ -12,7 +12,6 @@ from typing import Any
 
 from scgpu_tasks.io.convert.filework import FileWork
 from scgpu_tasks.io.convert.progress import Job
-from scgpu_tasks.io.turns import short_turns
 
 Written = Iterator[tuple[Job, dict[str, Any]]]
 """Files and their lines for the journal."""
@@ -54,10 +53,7 @@ class Team:
         """
         self._queue, self._unfinished = deque(jobs), len(jobs)
         try:
-            with (
-                short_turns(),
-                ThreadPoolExecutor(self._threads, thread_name_prefix="convert") as pool,
-            ):
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="convert") as pool:
                 for _ in range(self._threads):
                     pool.submit(self._work)
                 try:
