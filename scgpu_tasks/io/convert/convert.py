@@ -124,9 +124,9 @@ def convert_zarr(
         Number of threads; fewer work where so many would take more than half a GB. Default:
         the current Dask client's workers, if there is one, else a thread for each processor.
     device
-        Who compresses. ``"gpu"``: nvCOMP does so for files of many chunks, several times as
-        fast as 16 cores, into some 5 % more bytes. ``"auto"``: so, where there is a GPU (one
-        in each Dask worker, where they do the work), the matrices have 20 GB and fewer than 48
+        Who compresses. ``"gpu"``: nvCOMP does so for files of many chunks, for a third of the
+        processor time and some 3 % more bytes. ``"auto"``: so, where there is a GPU (one in
+        each Dask worker, where they do the work), the matrices have 20 GB and fewer than 12
         threads would work. ``"cpu"``: the processors do.
     staging
         Local folder for a store that goes to a URL; None: the system's temporary folder.
