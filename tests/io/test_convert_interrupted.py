@@ -223,6 +223,18 @@ def test_finished_shards_are_not_written_again(
     assert contents(target) == whole
 
 
+def test_an_unfinished_store_that_somebody_deleted_is_made_again(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    target = tmp_path / "b.zarr"
+    for n in (5, 30):
+        with pytest.raises(StopError):
+            convert_zarr(source, target, spec=SPEC, workers=1, progress=stop_after(n))
+        shutil.rmtree(tmp_path / "b.zarr.converting" / "store")
+    assert convert_zarr(source, target, spec=SPEC).shards_reused == 0
+    assert contents(target) == whole
+
+
 def test_a_damaged_shard_of_an_unfinished_store_is_written_again(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
@@ -289,7 +301,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_writing(
     tmp_path: Path, small_disk: Path
 ) -> None:
     write(atlas(4_000, 600), tmp_path / "a.h5ad", "h5ad", 0)
-    with pytest.raises(OutputError, match=r"needs about 0\.0\d GB, and 0\.00 GB are free"):
+    with pytest.raises(OutputError, match=r"needs about [\d.]+ MiB, and \d\.\d MiB are free"):
         convert_zarr(tmp_path / "a.h5ad", small_disk / "b.zarr")
     assert not (small_disk / "b.zarr").exists()
 

@@ -322,7 +322,17 @@ class _Conversion:
 
     def _is_described(self) -> bool:
         """Whether an earlier run wrote all but arrays and strings; it noted no file before."""
-        return any("small" in line for line in self.work.journal())
+        return "small" in self._noted() and (self.work.store / "zarr.json").is_file()
+
+    def _noted(self) -> set[str]:
+        """Return what the journal says is there beside arrays; with the small all is new."""
+        noted: set[str] = set()
+        for line in self.work.journal():
+            if "small" in line:
+                noted = {"small"}
+            elif "strings" in line:
+                noted.add("strings")
+        return noted
 
     def _write_small(self) -> None:
         """Write groups, array metadata and single elements, if they are not there."""
@@ -346,7 +356,7 @@ class _Conversion:
 
     def _write_strings(self) -> None:
         work, plan = self.work, self.values.plan
-        if any("strings" in line for line in work.journal()):
+        if "strings" in self._noted():
             return
         root = zarr.open_group(str(work.store), mode="a", zarr_format=3)
         for path, at, _ in plan.strings:

@@ -93,9 +93,9 @@ def check_space(values: Values, jobs: list[Job], work: WorkFolder, spec: Convert
     stored, scratch = estimate_bytes(values, jobs, spec), scratch_bytes(values)
     free = shutil.disk_usage(work.root).free
     if stored + scratch > free:
-        extra = f", {scratch / 1e9:.2f} GB of it for scratch files" if scratch else ""
+        extra = f", {_size(scratch)} of it for scratch files" if scratch else ""
         msg = (
-            f"{work.dst} needs about {(stored + scratch) / 1e9:.2f} GB{extra}, and "
-            f"{free / 1e9:.2f} GB are free on its disk; free some, or choose another disk"
+            f"{work.dst} needs about {_size(stored + scratch)}{extra}, and {_size(free)} are "
+            "free on its disk; free some, or choose another disk"
         )
         raise OutputError(msg)
