@@ -211,11 +211,12 @@ class KvikioCodecPipeline(CodecPipeline):
         refusal = self._refuse(batch, target)
         if refusal is None:
             try:
-                if self._is_little(batch) and self._can_begin(target):
-                    # Handing it to a thread and back would take as long as all of it.
+                # Handing it to a thread and back would take as long as all of it. Where others
+                # wait for zarr's event loop, though, the disk is to serve all at once.
+                alone = len(asyncio.all_tasks()) == 1
+                if alone and self._is_little(batch) and self._can_begin(target):
                     return self._read(batch, target, drop_axes, None)
                 ready = self._mark(target)
-                # zarr's only event loop must stay free for the requests of other threads.
                 return await asyncio.to_thread(self._read, batch, target, drop_axes, ready)
             except UnsupportedRequestError as error:
                 refusal = Refusal(f"a request with {error}", "")

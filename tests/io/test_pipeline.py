@@ -6,6 +6,8 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -298,6 +300,31 @@ def test_only_what_takes_no_time_is_read_on_zarrs_event_loop(
     monkeypatch.setattr(Watched, "_can_begin", lambda *_: False)
     read(array, "basic", (slice(0, 50),), P)
     assert seen == [False, False]
+
+
+def test_small_requests_of_many_threads_wait_for_the_disk_together(tmp_path: Path) -> None:
+    lock, running, most = threading.Lock(), [0], [0]
+
+    class Slow(HostPipeline):
+        def _execute(self, *args: Any) -> Any:
+            with lock:
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            time.sleep(0.3)
+            with lock:
+                running[0] -= 1
+            return super()._execute(*args)
+
+    values = np.arange(4000, dtype="f4")
+    write(tmp_path / "a", values, chunks=(100,), shards=(1000,))
+    array = open_with(tmp_path / "a", "C", Slow)
+    # Whoever is first keeps the event loop; the others find each other waiting for it.
+    with ThreadPoolExecutor(4) as pool:
+        starts = range(0, 400, 100)
+        found = list(pool.map(lambda a: read(array, "basic", (slice(a, a + 50),), P), starts))
+    for start, part in zip(starts, found, strict=True):
+        assert same_bytes(part, values[start : start + 50])
+    assert most[0] >= 3
 
 
 def test_statistics_are_plain_values(tmp_path: Path) -> None:
