@@ -235,6 +235,39 @@ def test_an_unfinished_store_that_somebody_deleted_is_made_again(
     assert contents(target) == whole
 
 
+@pytest.mark.parametrize(
+    ("damaged", "change"),
+    [
+        ("uns/*/zarr.json", "delete"),
+        ("obs/**/c/0", "empty"),
+        ("obs/_index/**/zarr.json", "empty"),
+        ("obs/_index/**/c/0", "delete"),
+        ("zarr.json", "empty"),
+        ("zarr.json", "attributes"),
+    ],
+)
+def test_damage_to_small_elements_of_an_unfinished_store_is_made_good(
+    tmp_path: Path, damaged: str, change: str
+) -> None:
+    adata = atlas()
+    adata.uns["note"] = {"of": 3.5}
+    adata.obs["text"] = [f"cell {n}" for n in range(adata.n_obs)]
+    write(adata, tmp_path / "a.zarr", "zarr v3", 0)
+    convert_zarr(tmp_path / "a.zarr", tmp_path / "whole.zarr", spec=SPEC)
+    with pytest.raises(StopError):
+        convert_zarr(
+            tmp_path / "a.zarr", tmp_path / "b.zarr", spec=SPEC, progress=stop_after(30)
+        )
+    store = tmp_path / "b.zarr.converting" / "store"
+    (path, *_) = sorted(store.glob(damaged))
+    if change == "delete":
+        path.unlink()
+    else:
+        path.write_text("" if change == "empty" else path.read_text().replace("anndata", "x"))
+    convert_zarr(tmp_path / "a.zarr", tmp_path / "b.zarr", spec=SPEC)
+    assert contents(tmp_path / "b.zarr") == contents(tmp_path / "whole.zarr")
+
+
 def test_a_damaged_shard_of_an_unfinished_store_is_written_again(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import google_crc32c
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -451,3 +452,103 @@ def test_a_conversion_that_leaves_x_in_columns_says_so(tmp_path: Path) -> None:
     (note,) = convert_zarr(source, tmp_path / "a.zarr").notes
     assert note == "X stays by columns (CSC), so QC cannot read it; --csr makes it CSR"
     assert convert_zarr(source, tmp_path / "b.zarr", spec=ConvertSpec(csr=True)).notes == ()
+
+
+def test_threads_that_cannot_start_end_the_conversion(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("convert_2"):
+            msg = "can't start new thread"
+            raise RuntimeError(msg)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        convert_zarr(source, tmp_path / "b.zarr", spec=SMALL, workers=4)
+    monkeypatch.undo()
+    assert not [t for t in threading.enumerate() if t.name.startswith("convert")]
+    convert_zarr(source, tmp_path / "b.zarr", spec=SMALL)
+
+
+def test_elements_with_names_like_leftovers_are_kept(tmp_path: Path) -> None:
+    adata = atlas()
+    adata.obs["q.partial"] = np.arange(adata.n_obs)
+    adata.uns["deep"] = {"a.partial": np.arange(3), "y.__lock": "text"}
+    write(adata, tmp_path / "a.zarr", "zarr v3", 0)
+    convert_zarr(tmp_path / "a.zarr", tmp_path / "b.zarr")
+    assert_same(read(tmp_path / "a.zarr"), read(tmp_path / "b.zarr"))
+
+
+def damage_before_verifying(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Have a shard of X/data changed after it was written."""
+    from scgpu_tasks.io.convert.encode import FileWriter
+
+    finish = FileWriter.finish
+
+    def wrong(self: FileWriter) -> Any:
+        written = finish(self)
+        if self._target.parts[-3:] == ("data", "c", "0") and "X" in self._target.parts:
+            data = bytearray(self._target.read_bytes())
+            change(data, self._index)
+            self._target.write_bytes(data)
+        return written
+
+    monkeypatch.setattr(FileWriter, "finish", wrong)
+
+
+def end_with_index(data: bytearray, index: np.ndarray) -> None:
+    raw = index.tobytes()
+    checksum = int(google_crc32c.value(raw)).to_bytes(4, "little")
+    data[-len(raw) - 4 :] = raw + checksum
+
+
+def clear_flag(data: bytearray, index: np.ndarray) -> None:
+    data[int(index[9, 0]) + 4] ^= 4
+
+
+def lengthen(data: bytearray, index: np.ndarray) -> None:
+    index[-1, 1] += 1
+    end_with_index(data, index)
+
+
+def move_away(data: bytearray, index: np.ndarray) -> None:
+    index[3, 0] += 2**40
+    end_with_index(data, index)
+
+
+def swap(data: bytearray, index: np.ndarray) -> None:
+    index[[10, 12]] = index[[12, 10]]
+    end_with_index(data, index)
+
+
+@pytest.mark.parametrize("change", [clear_flag, lengthen, move_away, swap])
+def test_what_zarr_could_not_read_is_not_called_verified(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    from scgpu_tasks.io.convert import encode
+
+    # Several pieces: the first is read through zarr in any case.
+    monkeypatch.setattr(encode, "PIECE_BYTES", 2048)
+    damage_before_verifying(monkeypatch, change)
+    spec = ConvertSpec(chunk_bytes=1024, shard_bytes=2**20)
+    with pytest.raises(CorruptChunkError, match=r"run the conversion again"):
+        convert_zarr(source, tmp_path / "b.zarr", spec=spec, workers=1)
+    assert not (tmp_path / "b.zarr").exists()
+
+
+def test_a_change_that_breaks_strings_is_told_as_a_change(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scgpu_tasks.io.convert import elements
+
+    def replaced(*_: Any) -> None:
+        (source / "obs" / "_index" / "new").write_text("x")
+        msg = "cannot reshape array of size 1"
+        raise ValueError(msg)
+
+    monkeypatch.setattr(elements, "copy_strings", replaced)
+    with pytest.raises(StoreError, match="changed, or was removed, while it was converted"):
+        convert_zarr(source, tmp_path / "b.zarr", spec=SMALL)

@@ -13,16 +13,17 @@ from typing import Any, Literal
 import zarr
 
 import scgpu_tasks
-from scgpu_tasks.errors import CorruptChunkError, ScgpuError, StoreError
+from scgpu_tasks.errors import ScgpuError, StoreError
 from scgpu_tasks.io.convert import elements
 from scgpu_tasks.io.convert.audit import file_sums, list_files, require_untouched
-from scgpu_tasks.io.convert.device import Device, encoder_of, use_gpu
+from scgpu_tasks.io.convert.device import Device, encoder_of, require_device, use_gpu
 from scgpu_tasks.io.convert.options import ConvertSpec
 from scgpu_tasks.io.convert.plan import make_plan
 from scgpu_tasks.io.convert.prepare import check_matrices, prepare
 from scgpu_tasks.io.convert.presence import require_files
 from scgpu_tasks.io.convert.progress import Job, Meter, Progress, all_jobs
 from scgpu_tasks.io.convert.remote import RemoteFolder
+from scgpu_tasks.io.convert.rest import Rest
 from scgpu_tasks.io.convert.runner import Runner, default_threads
 from scgpu_tasks.io.convert.space import check_space, scratch_notes
 from scgpu_tasks.io.convert.work import WorkFolder, remove
@@ -153,6 +154,7 @@ def convert_zarr(
         `device` is ``"gpu"``, and there is none, or CuPy or nvCOMP is missing.
     """
     spec = spec or ConvertSpec()
+    require_device(device, spec)
     begun = time.monotonic()
     target = absolute(dst)
     if is_url(target):
@@ -178,14 +180,12 @@ def convert_zarr(
                     require_untouched(target, absolute(src))
                 work.note_end(done | {"shards_reused": done["shards"]})
                 work.publish(overwrite=may)
-        except (CorruptChunkError, StoreError):
-            # Half of an old file and half of a new one is no damage.
+        except Exception as error:
+            # Half of an old file and half of a new one is no damage, whatever came of it.
             conversion.require_same_source()
+            if isinstance(error, OSError) and not isinstance(error, ScgpuError):
+                raise write_error(error, target) from error
             raise
-        except ScgpuError:
-            raise
-        except OSError as error:
-            raise write_error(error, target) from error
         return ConvertResult(
             path=str(target),
             source=source.path,
@@ -278,8 +278,8 @@ class _Conversion:
     def run(self, progress: Callable[[Progress], None] | None) -> dict[str, Any]:
         """Write everything that is missing; the store is complete then, but for its name."""
         work = self.work
-        begun = work.begin(self.key)
-        finished = self._finished() if begun and self._is_described() else {}
+        self.rest = Rest(work, self.values.plan, begun=work.begin(self.key))
+        finished = self._finished() if "small" in self.rest.there else {}
         self.values.update_plan()
         jobs = [job for job in all_jobs(self.values.plan) if job.key not in finished]
         check_space(self.values, jobs, work, self.spec)
@@ -287,7 +287,7 @@ class _Conversion:
         if self.worker.task.gpu:
             work.notes.append("a GPU compressed the large arrays, by nvCOMP")
         remove(work.scratch)
-        if not self._is_described():
+        if "small" not in self.rest.there:
             remove(work.store)
             work.store.mkdir()
         with Runner(self.worker, self.threads) as runner:
@@ -320,24 +320,10 @@ class _Conversion:
                 found[line["key"]] = line
         return found
 
-    def _is_described(self) -> bool:
-        """Whether an earlier run wrote all but arrays and strings; it noted no file before."""
-        return "small" in self._noted() and (self.work.store / "zarr.json").is_file()
-
-    def _noted(self) -> set[str]:
-        """Return what the journal says is there beside arrays; with the small all is new."""
-        noted: set[str] = set()
-        for line in self.work.journal():
-            if "small" in line:
-                noted = {"small"}
-            elif "strings" in line:
-                noted.add("strings")
-        return noted
-
     def _write_small(self) -> None:
         """Write groups, array metadata and single elements, if they are not there."""
         work, plan = self.work, self.values.plan
-        if self._is_described():
+        if "small" in self.rest.there:
             return
         root = zarr.open_group(str(work.store), mode="a", zarr_format=3)
         elements.create_groups(root, plan)
@@ -352,18 +338,19 @@ class _Conversion:
         if plan.legacy:
             scratch = work.scratch_name()
             elements.copy_legacy(self.source, root, scratch, verify=self.verify)
-        work.note({"small": True})
+        self.rest.note("small")
 
     def _write_strings(self) -> None:
         work, plan = self.work, self.values.plan
-        if "strings" in self._noted():
+        if "strings" in self.rest.there:
             return
+        before = list_files(work.store)
         root = zarr.open_group(str(work.store), mode="a", zarr_format=3)
         for path, at, _ in plan.strings:
             elements.copy_strings(self.source, at, root, path, self.spec.level)
             if self.verify:
                 elements.check_strings(self.source, at, root, path)
-        work.note({"strings": True})
+        self.rest.note("strings", before)
 
     def _write(
         self,
@@ -401,7 +388,9 @@ class _Conversion:
         """Write consolidated metadata and manifest; remove what an interruption left."""
         store = self.work.store
         for leftover in [*store.rglob("*.partial"), *store.rglob("*.__lock")]:
-            remove(leftover)
+            # A folder of such a name is an element of the source.
+            if leftover.is_file():
+                leftover.unlink()
         with elements.quiet():
             zarr.consolidate_metadata(str(store))
         shards = {

@@ -32,31 +32,14 @@ def encoder_of(*, gpu: bool) -> str:
     return f"{host}; {gpu_encoder_version()}" if gpu else host
 
 
-def use_gpu(
-    device: str,
-    plan: Plan,
-    spec: ConvertSpec,
-    threads: int | None,
-    default_threads: int,
-    begun: str | None,
-) -> bool:
-    """Decide whether a GPU compresses the large files of a conversion.
-
-    Parameters
-    ----------
-    device
-        ``"auto"``, ``"cpu"`` or ``"gpu"``.
-    plan, spec
-        Of the conversion.
-    threads, default_threads
-        That the caller asks for, and that would work on this machine.
-    begun
-        Encoder of an earlier run that was interrupted: what it began is gone on with.
+def require_device(device: str, spec: ConvertSpec) -> None:
+    """Refuse a choice that cannot be kept to.
 
     Raises
     ------
     ParameterError
-        `device` is none of these, or a level was asked for, which nvCOMP does not have.
+        It is none of ``"auto"``, ``"cpu"`` and ``"gpu"``; or a level was asked for, which
+        nvCOMP does not have.
     MissingPackageError
         A GPU was asked for, and cannot be used.
     """
@@ -75,6 +58,30 @@ def use_gpu(
         except MissingPackageError as error:
             msg = f"compressing on a GPU is not possible here: {error}; or choose device='cpu'"
             raise MissingPackageError(msg) from error
+
+
+def use_gpu(
+    device: str,
+    plan: Plan,
+    spec: ConvertSpec,
+    threads: int | None,
+    default_threads: int,
+    begun: str | None,
+) -> bool:
+    """Decide whether a GPU compresses the large files of a conversion.
+
+    Parameters
+    ----------
+    device
+        One that `require_device` has let pass.
+    plan, spec
+        Of the conversion.
+    threads, default_threads
+        That the caller asks for, and that would work on this machine.
+    begun
+        Encoder of an earlier run that was interrupted: what it began is gone on with.
+    """
+    if device == "gpu":
         return True
     if device == "cpu" or spec.level != LEVEL:
         return False

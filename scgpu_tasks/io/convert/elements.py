@@ -15,7 +15,6 @@ import pandas as pd
 import zarr
 from zarr.codecs import ZstdCodec
 from zarr.core.dtype import VariableLengthUTF8
-from zarr.core.group import GroupMetadata
 
 from scgpu_tasks.errors import CorruptChunkError, FormatError
 from scgpu_tasks.io.convert.compare import difference
@@ -38,17 +37,15 @@ def quiet() -> Iterator[None]:
 
 
 def create_groups(root: zarr.Group, plan: Plan) -> None:
-    """Make all groups, with their attributes.
+    """Make all groups, parents first, with their attributes.
 
     Files of arrays may lie in their folders already, so nothing is overwritten.
     """
-    made: dict[str, Any] = {
-        path: GroupMetadata(attributes=attrs) for path, attrs in plan.groups if path
-    }
-    # All at once: one after another they take milliseconds each.
-    for _ in zarr.create_hierarchy(store=root.store, nodes=made):
-        pass
-    root.attrs.put(dict(plan.groups)[""])
+    for path, attrs in plan.groups:
+        if path:
+            root.create_group(path, attributes=attrs)
+        else:
+            root.attrs.put(attrs)
 
 
 def create_array(root: zarr.Group, item: ArrayItem, level: int) -> None:

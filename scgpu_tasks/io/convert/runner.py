@@ -81,7 +81,8 @@ class Runner:
             return
         threads = threads_within(self.worker.values, "write", self._threads)
         files = SLABS if self.worker.slabs is not None else None
-        with Team(self.worker.begin, threads, files).running(jobs) as written:
+        worker = self.worker
+        with Team(worker.begin, threads, worker.described.set, files).running(jobs) as written:
             yield written
 
     def _on_threads(

@@ -26,14 +26,21 @@ class Team:
         Opens the work on a file; called in the thread that begins with it.
     threads
         Number of them.
+    release
+        Ends what the threads may wait for outside of here; called when they are to stop.
     files
         Most files to write at the same time; None: one for each thread.
     """
 
     def __init__(
-        self, begin: Callable[[Job], FileWork], threads: int, files: int | None = None
+        self,
+        begin: Callable[[Job], FileWork],
+        threads: int,
+        release: Callable[[], None],
+        files: int | None = None,
     ) -> None:
         self._begin, self._threads, self._files = begin, threads, files or threads
+        self._release = release
         self._beginning = 0
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
@@ -54,9 +61,9 @@ class Team:
         self._queue, self._unfinished = deque(jobs), len(jobs)
         try:
             with ThreadPoolExecutor(self._threads, thread_name_prefix="convert") as pool:
-                for _ in range(self._threads):
-                    pool.submit(self._work)
                 try:
+                    for _ in range(self._threads):
+                        pool.submit(self._work)
                     yield self._results(len(jobs))
                 finally:
                     self._stop()
@@ -75,6 +82,7 @@ class Team:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        self._release()
 
     def _work(self) -> None:
         mine: FileWork | None = None

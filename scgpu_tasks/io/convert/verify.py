@@ -19,6 +19,9 @@ from scgpu_tasks.io.convert.progress import Job
 from scgpu_tasks.io.convert.values import Values
 from scgpu_tasks.io.layout import Refusal, analyse_array, parse_shard_index
 
+# Of a zstd frame: bytes before its descriptor, and the bit of it that announces a checksum.
+_HEADER, _HAS_CHECKSUM = 4, 4
+
 
 class FileCheck:
     """Reads a file back and compares every byte with the source.
@@ -79,9 +82,21 @@ class FileCheck:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - n))
             raw = file.read(n)
-        place = {"store": str(self._store), "array": self._job.path, "shard": self._job.key}
+        place: dict[str, Any] = {
+            "store": str(self._store),
+            "array": self._job.path,
+            "shard": self._job.key,
+        }
         table = parse_shard_index(raw, size, layout, **place)
-        return np.stack([table.offset, table.size], axis=1)
+        if table.damage.any():
+            msg = "an entry of the shard's index lies outside; run the conversion again"
+            raise CorruptChunkError(msg, **place)
+        entries = np.stack([table.offset, table.size], axis=1)
+        rows = entries[table.size > 0]
+        borders = np.append(rows[:, 0], size - n)
+        # As they are written: from the start of the file to its index, without a gap.
+        in_line = borders[0] == 0 and (borders[1:] == rows.sum(axis=1)).all()
+        return entries if in_line else None
 
     def _has_frames_of(self, want: np.ndarray, start: int) -> bool:
         """Whether these rows are what the frames of their chunks decode to.
@@ -93,11 +108,15 @@ class FileCheck:
         wanted, nbytes = chunk_bytes(want, self._layout), self._layout.chunk_nbytes
         first = first_chunk(self._layout, start - self._start)
         rows = self._table[first : first + len(wanted) // nbytes]
-        if (rows[:, 1] <= 0).any() or (rows[1:, 0] != rows[:-1].sum(axis=1)).any():
+        if (rows[:, 1] <= _HEADER).any():
             return False
         begin, length = int(rows[0, 0]), int(rows[:, 1].sum())
         with (self._store / self._job.key).open("rb", buffering=0) as file:
             stored = os.pread(file.fileno(), length, begin)
+        # A frame that announces no checksum would be decoded without, and its end be left over.
+        heads = np.frombuffer(stored, np.uint8)[rows[:, 0] - begin + _HEADER]
+        if len(stored) != length or not (heads & _HAS_CHECKSUM).all():
+            return False
         try:
             found = decompress_chunks(stored, rows[:, 1], nbytes)
         except ValueError:

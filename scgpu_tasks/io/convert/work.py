@@ -161,10 +161,10 @@ class WorkFolder:
         if not self._plan.exists():
             return {}
         try:
-            plan: dict[str, Any] = json.loads(self._plan.read_text())
+            plan = json.loads(self._plan.read_text())
         except ValueError:
-            return {"damaged": True}
-        return plan
+            plan = None
+        return plan if isinstance(plan, dict) else {"damaged": True}
 
     def _clear(self) -> None:
         """Remove all but the lock."""
