@@ -69,7 +69,14 @@ class Source:
             return self.root
         # zarr reads the documents of a node each time it is asked for it.
         if path not in self._nodes:
-            self._nodes[path] = self.root[path]
+            try:
+                self._nodes[path] = self.root[path]
+            except KeyError as error:
+                msg = (
+                    f"{self.path}: {path} cannot be opened ({error}): it is gone, or a link "
+                    "that leads nowhere; remove the link, or write the source again"
+                )
+                raise FormatError(msg) from error
         return self._nodes[path]
 
     def members(self, path: str) -> list[str]:
@@ -357,6 +364,13 @@ def _url_files(url: str) -> Iterator[Any]:
 
 def plain_attrs(node: Any) -> dict[str, Any]:
     """Attributes of a group or an array as JSON values, in stored order."""
+    for name, value in node.attrs.items():
+        if isinstance(value, h5py.Reference):
+            msg = (
+                f"{node.file.filename}: attribute {name} of {node.name} is a reference, which "
+                "zarr cannot hold; remove it from the source"
+            )
+            raise FormatError(msg)
     return {str(name): _plain(node.attrs[name]) for name in node.attrs}
 
 

@@ -14,7 +14,7 @@ import pytest
 import scipy.sparse as sp
 import zarr
 
-from scgpu_tasks.errors import CorruptChunkError
+from scgpu_tasks.errors import CorruptChunkError, FormatError
 from scgpu_tasks.io.convert import convert_zarr, elements
 from scgpu_tasks.io.convert.compare import difference
 
@@ -29,6 +29,35 @@ ELEMENTS: dict[str, tuple[Any, Any]] = {
     "word": ("naïve", "naive"),
     "records": (RECORDS, np.array([("a", 1.5), ("b", 2.0)], dtype=RECORDS.dtype)),
 }
+
+
+def add_lists(uns: h5py.Group) -> None:
+    uns.create_dataset("odd", (2,), dtype=h5py.vlen_dtype(np.int32))[0] = [1, 2]
+
+
+def add_references(uns: h5py.Group) -> None:
+    uns.create_dataset("odd", data=[uns.parent["X"].ref], dtype=h5py.ref_dtype)
+
+
+def add_link(uns: h5py.Group) -> None:
+    uns["odd"] = h5py.SoftLink("/nowhere")
+
+
+def add_attribute(uns: h5py.Group) -> None:
+    uns.create_group("odd").attrs["points_to"] = uns.parent["X"].ref
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("add", [add_lists, add_references, add_link, add_attribute])
+def test_what_zarr_cannot_hold_is_named(tmp_path: Path, add: Any, verify: bool) -> None:
+    adata = atlas(20, 10)
+    adata.uns["k"] = 1
+    adata.write_h5ad(tmp_path / "a.h5ad")
+    with h5py.File(tmp_path / "a.h5ad", "a") as file:
+        add(file["uns"])
+    with pytest.raises(FormatError, match=r"uns/odd.* remove"):
+        convert_zarr(tmp_path / "a.h5ad", tmp_path / "b.zarr", verify=verify)
+    assert not (tmp_path / "b.zarr").exists()
 
 
 @pytest.mark.parametrize("form", ["h5ad", "zarr v2"])

@@ -140,6 +140,12 @@ def copy_element(source: Source, at: str, root: zarr.Group, path: str) -> None:
     """
     parent, _, name = path.rpartition("/")
     node = source.node(at)
+    if isinstance(node, h5py.Dataset) and _holds_objects(node.dtype):
+        msg = (
+            f"{source.path}: {at} holds references, or lists of varying length, which zarr "
+            "cannot; remove it from the source"
+        )
+        raise FormatError(msg)
     try:
         with quiet():
             if _is_fixed_width(node):
@@ -151,6 +157,10 @@ def copy_element(source: Source, at: str, root: zarr.Group, path: str) -> None:
     except (ad._io.specs.registry.IORegistryError, ValueError, TypeError, KeyError) as error:
         msg = f"{source.path}: {at} cannot be stored as zarr v3: {error}"
         raise FormatError(msg) from error
+
+
+def _holds_objects(dtype: np.dtype) -> bool:
+    return dtype.kind == "O" and h5py.check_string_dtype(dtype) is None
 
 
 def check_element(source: Source, at: str, root: zarr.Group, path: str) -> None:
