@@ -132,7 +132,7 @@ def test_a_gpu_is_chosen_where_it_pays(
 ) -> None:
     small = convert_zarr(source, tmp_path / "a.zarr", spec=SPEC, verify=False)
     monkeypatch.setattr(choice, "_LEAST_BYTES", 1000)
-    large = convert_zarr(source, tmp_path / "b.zarr", spec=SPEC, verify=False)
+    large = convert_zarr(source, tmp_path / "b.zarr", spec=SPEC, verify=False, workers=4)
     many = convert_zarr(source, tmp_path / "c.zarr", spec=SPEC, verify=False, workers=64)
     chosen = [any("GPU" in note for note in r.notes) for r in (small, large, many)]
     assert chosen == [False, True, False]

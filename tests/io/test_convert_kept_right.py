@@ -552,3 +552,48 @@ def test_a_change_that_breaks_strings_is_told_as_a_change(
     monkeypatch.setattr(elements, "copy_strings", replaced)
     with pytest.raises(StoreError, match="changed, or was removed, while it was converted"):
         convert_zarr(source, tmp_path / "b.zarr", spec=SMALL)
+
+
+def test_a_source_that_cannot_be_asked_any_more_hides_no_error(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scgpu_tasks.io.convert import elements
+    from scgpu_tasks.io.source import Source
+
+    def lost(*_: Any) -> None:
+        msg = "the connection was lost"
+        monkeypatch.setattr(Source, "stamp", lost)
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(elements, "copy_strings", lost)
+    with pytest.raises(RuntimeError, match="the connection was lost") as raised:
+        convert_zarr(source, tmp_path / "b.zarr", spec=SMALL)
+    assert raised.value.__cause__ is None
+    assert not (tmp_path / "b.zarr").exists()
+
+
+ASKED: list[str] = []
+
+
+def no_gpu(sizes: list[tuple[int, int]]) -> bool:
+    """Travels to a worker of this process by its name."""
+    ASKED.append(str(sizes))
+    return False
+
+
+def test_workers_without_a_gpu_compress_by_themselves(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distributed import Client
+
+    from scgpu_tasks.io.convert import device
+
+    ASKED.clear()
+    monkeypatch.setattr(device, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(device, "suits", lambda _: True)
+    monkeypatch.setattr(device, "_can_compress", no_gpu)
+    with Client(processes=False, n_workers=1, threads_per_worker=2, dashboard_address=":0"):
+        result = convert_zarr(source, tmp_path / "b.zarr", spec=SMALL)
+    assert ASKED
+    assert not any("GPU" in note for note in result.notes)
+    assert_same(read(source), read(tmp_path / "b.zarr"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -128,7 +129,7 @@ def convert_zarr(
         Who compresses. ``"gpu"``: nvCOMP does so for files of many chunks, for a third of the
         processor time and some 3 % more bytes. ``"auto"``: so, where there is a GPU (one in
         each Dask worker, where they do the work), the matrices have 20 GB and fewer than 12
-        threads would work. ``"cpu"``: the processors do.
+        threads (of each worker) would work. ``"cpu"``: the processors do.
     staging
         Local folder for a store that goes to a URL; None: the system's temporary folder.
     progress
@@ -175,14 +176,20 @@ def convert_zarr(
             if done is None:
                 work.check(absolute(src), overwrite=may)
                 done = conversion.run(progress)
-                conversion.require_same_source()
+                if conversion.source_has_changed():
+                    raise conversion.change()
                 if only_untouched:
                     require_untouched(target, absolute(src))
                 work.note_end(done | {"shards_reused": done["shards"]})
                 work.publish(overwrite=may)
         except Exception as error:
-            # Half of an old file and half of a new one is no damage, whatever came of it.
-            conversion.require_same_source()
+            # Half of an old file and half of a new one is no damage, whatever came of it. Where
+            # the source cannot be asked either, the first error says more.
+            changed = False
+            with contextlib.suppress(Exception):
+                changed = conversion.source_has_changed()
+            if changed:
+                raise conversion.change() from error
             if isinstance(error, OSError) and not isinstance(error, ScgpuError):
                 raise write_error(error, target) from error
             raise
@@ -261,19 +268,21 @@ class _Conversion:
             "zarr": zarr.__version__,
         }
 
-    def require_same_source(self) -> None:
-        """Refuse a source that somebody wrote to, or removed, meanwhile."""
+    def source_has_changed(self) -> bool:
+        """Whether somebody wrote to the source, or removed it, meanwhile."""
         try:
-            same = self.source.stamp() == self.stamp
+            return self.source.stamp() != self.stamp
         except FileNotFoundError:
-            same = False
-        if not same:
-            msg = (
-                f"{self.source.path} changed, or was removed, while it was converted, so "
-                f"{self.work.target} was not made; run the same command again once nobody "
-                "writes to the source"
-            )
-            raise StoreError(msg)
+            return True
+
+    def change(self) -> StoreError:
+        """Return the error that tells of it."""
+        msg = (
+            f"{self.source.path} changed, or was removed, while it was converted, so "
+            f"{self.work.target} was not made; run the same command again once nobody writes "
+            "to the source"
+        )
+        return StoreError(msg)
 
     def run(self, progress: Callable[[Progress], None] | None) -> dict[str, Any]:
         """Write everything that is missing; the store is complete then, but for its name."""

@@ -89,16 +89,21 @@ def use_gpu(
     if not large or begun == encoder_of(gpu=False):
         return False
     enough = sum(layout.nbytes for layout in large) >= _LEAST_BYTES
-    pays = enough and (threads or default_threads) < _MANY_THREADS
-    if not pays and NVCOMP not in (begun or ""):
+    has_begun = NVCOMP in (begun or "")
+    if not (enough or has_begun):
         return False
     sizes = [(layout.file_nbytes, layout.chunk_nbytes) for layout in large]
     with contextlib.ExitStack() as stack:
         client = None if threads else current_client(stack)
-        if client is None:
-            return _can_compress(sizes)
-        answers: dict[str, Any] = client.run(_can_compress, sizes)
-        return bool(answers) and all(answers.values())
+        if client is not None:
+            # Each worker compresses with its own threads, or on its own GPU.
+            each: dict[str, int] = client.nthreads()
+            if not has_begun and max(each.values(), default=_MANY_THREADS) >= _MANY_THREADS:
+                return False
+            answers: dict[str, Any] = client.run(_can_compress, sizes)
+            return bool(answers) and all(answers.values())
+    pays = (threads or default_threads) < _MANY_THREADS
+    return (pays or has_begun) and _can_compress(sizes)
 
 
 def _can_compress(sizes: list[tuple[int, int]]) -> bool:
